@@ -7,15 +7,14 @@ gradient can be summed as one flat array. The padding between leaves is zero and
 """
 
 import hashlib
-import math
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from bus.errors import LayoutError
+from bus.messages import Leaf as Leaf
 
 ALIGNMENT_BYTES = 64  # a cache line, and what XLA asks of memory that it is to use where it lies
 
@@ -26,23 +25,6 @@ ITEM_SIZES_BYTES = {
 }  # fmt: skip
 
 Bytes = npt.NDArray[np.uint8]
-
-
-class Leaf(msgspec.Struct, frozen=True, array_like=True):
-    """One array of the model.
-
-    ``trainable`` leaves get gradients; ``frozen`` ones (integers, booleans) travel unchanged; ``state`` is what a
-    workload keeps beside its parameters, such as running statistics, and is averaged, not optimised.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    kind: Literal["trainable", "frozen", "state"]
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
 
 
 class Bucket(msgspec.Struct, frozen=True):

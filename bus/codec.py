@@ -1,0 +1,79 @@
+"""Message <-> frames. Raises only WireError; whatever bytes come in, a message or a WireError comes out.
+
+frame 0   kind     8 bytes, which also serve as the topic of PUB/SUB
+frame 1   header   msgpack array: protocol version, then the fields of the message in order
+frame 2   payload  raw little-endian bytes of one bucket; only for messages that have a payload
+
+Checked in this order: frame count, kind, header size, protocol version, field types; then, by who knows the layout,
+payload size and checksum. Nothing is allocated from a number in a header.
+"""
+
+import zlib
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from bus.errors import WireError
+from bus.messages import ALL, PROTOCOL, Message
+
+KIND_BYTES = 8
+HEADER_LIMIT_BYTES = 1 << 20
+
+Bytes = npt.NDArray[np.uint8]
+_encoder = msgspec.msgpack.Encoder()
+_decoders = {message.kind: (message, msgspec.msgpack.Decoder(message)) for message in ALL}
+
+
+def encode(message: Message) -> tuple[bytes, bytes]:
+    """The kind and header frames of ``message``; its payload, if any, follows as it is."""
+    return message.kind, _encoder.encode(message)
+
+
+def decode(frames: Sequence[memoryview]) -> tuple[Message, Bytes | None]:
+    """The message in ``frames`` and its payload as a flat view of the bytes where they lie."""
+    if not 2 <= len(frames) <= 3:
+        raise WireError(f"found {len(frames)} frames, expected 2 or 3")
+    kind = bytes(frames[0][: KIND_BYTES + 1])
+    if kind not in _decoders:
+        raise WireError(f"found a message of kind {kind!r}, expected one of protocol {PROTOCOL}")
+    message_type, decoder = _decoders[kind]
+    if len(frames) != 2 + message_type.has_payload:
+        raise WireError(f"{_word(kind)}: found {len(frames)} frames, expected {2 + message_type.has_payload}")
+    if frames[1].nbytes > HEADER_LIMIT_BYTES:
+        raise WireError(f"{_word(kind)}: found a header of {frames[1].nbytes} bytes, expected at most 1 MiB")
+    try:
+        message = decoder.decode(frames[1])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"{_word(kind)}: {_protocol_difference(frames[1]) or error}") from None
+    payload = np.frombuffer(frames[2], np.uint8) if message_type.has_payload else None
+    return message, payload
+
+
+def checksum(payload: Bytes) -> int:
+    """CRC-32 of a payload (as in RFC 1952), for runs with ``bus.checksum``."""
+    return zlib.crc32(payload.data)
+
+
+def check_payload(payload: Bytes, size_bytes: int, expected_checksum: int | None) -> None:
+    """Raise WireError unless ``payload`` has the size its layout says and, where one was sent, the checksum."""
+    if payload.nbytes != size_bytes:
+        raise WireError(f"found a payload of {payload.nbytes} bytes, expected {size_bytes}")
+    if expected_checksum is not None and (found := checksum(payload)) != expected_checksum:
+        raise WireError(f"found checksum {found:08x}, expected {expected_checksum:08x}: the payload changed on its way")
+
+
+def _word(kind: bytes) -> str:
+    return kind.rstrip(b"\0").decode()
+
+
+def _protocol_difference(header: memoryview) -> str | None:
+    """Say so if a header is of another protocol version."""
+    try:
+        fields = msgspec.msgpack.decode(header)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
+        return None
+    if isinstance(fields, list) and fields and isinstance(fields[0], int) and fields[0] != PROTOCOL:
+        return f"protocol {fields[0]} there, protocol {PROTOCOL} here; install the same release on both sides"
+    return None

@@ -1,0 +1,51 @@
+"""All that the loops know of a network: two protocols, one for each side. ``bus.sockets`` and ``bus.memory`` fill them.
+
+A transport never raises because of what a peer did: bad frames arrive as ``Malformed``, and a message to a peer that
+is gone is dropped, as a network would drop it. Every wait is bounded by the caller.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+from bus.messages import Contribution, Malformed, Message, Subscribed
+
+Payload = Any  # a flat array of bytes; opaque here, because the pure modules import no numpy
+Peer = bytes  # names a connection of the control socket, for replies; never an identity
+
+
+class Arrival(NamedTuple):
+    """One message as it came in. ``peer`` is empty where it came by another socket than control."""
+
+    peer: Peer
+    message: Message | Malformed | Subscribed
+    payload: Payload = None
+
+
+class ServerTransport(Protocol):
+    def receive(self, timeout_s: float) -> Arrival | None:
+        """The next arrival, or None after ``timeout_s`` or when the loop was woken."""
+
+    def send(self, peer: Peer, message: Message, payload: Payload = None) -> None:
+        """To one worker, over control. ``payload`` is not copied and must not change afterwards."""
+
+    def publish(self, message: Message, payload: Payload = None) -> None:
+        """To all subscribers, over weights. ``payload`` is not copied and must not change afterwards."""
+
+
+class WorkerTransport(Protocol):
+    def receive(self, timeout_s: float) -> Arrival | None:
+        """The next arrival, or None after ``timeout_s`` or when the loop was woken."""
+
+    def send(self, message: Message) -> None:
+        """To the PS, over control. Dropped when the queue of the connection is full."""
+
+    def push(self, contribution: Contribution, payload: Payload) -> bool:
+        """To the PS, over gradients; False, at once, when the queue is full. ``payload`` is not copied."""
+
+    def follow(self, member: int, gradients: str, weights: str, bucket_bytes: int) -> None:
+        """Connect the data sockets after a welcome, and subscribe."""
+
+    def forsake(self) -> None:
+        """Disconnect the data sockets and drop what is queued: the session is over."""
+
+    def redial(self) -> None:
+        """Drop the control connection with what is queued on it, and dial anew."""
