@@ -115,11 +115,13 @@ class Alive(Message, frozen=True):
 
 
 class Serving(Message, frozen=True):
-    """The PS's heartbeat: the current version, and the shards of the open step that have not arrived."""
+    """The PS's heartbeat: the current version, the revision of its plan, and the shards of the open step that have not
+    arrived."""
 
     kind = b"serving\0"
     session: int
     version: int
+    revision: int
     missing: tuple[Node, ...]
 
 

@@ -1,0 +1,398 @@
+"""The parameter server's decisions, without sockets, clock or arrays: an event and the time in, actions out.
+
+              min_workers are ready                every shard is in              Updated
+    WAITING ───────────────────────► OPEN(step v) ───────────────────► UPDATING ─────────► OPEN(step v+1)
+       ▲                               │                                   │
+       └──── (a resumed or new run)    │ stop asked for, nobody left,      │ version = steps, or not finite
+                                       ▼ not finite                        ▼
+                                    LEAVING: Stop is sent; members leave, or their time is up ──► FINISHED
+
+A step is a bag of shards. Members are planned from the step after they are ready; when one goes, what it still owed
+is planned again among the others. Nothing here depends on who computes a shard, or when: that is what makes the bits
+repeat.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal, assert_never
+
+from bus import messages
+from bus.messages import (
+    Alive,
+    Contribution,
+    Failure,
+    Fetch,
+    Hello,
+    Leave,
+    Left,
+    Malformed,
+    Message,
+    Node,
+    Ready,
+    Refusal,
+    Serving,
+    Stop,
+    Subscribed,
+)
+from ps import plan as planning
+from ps.actions import (
+    Accept,
+    Action,
+    Admit,
+    Broadcast,
+    CloseStep,
+    Finish,
+    MemberChanged,
+    Note,
+    Publish,
+    PublishEvaluation,
+    Refused,
+    Reply,
+    Save,
+    SendSnapshot,
+    Status,
+    StopRequested,
+    Tick,
+    Updated,
+)
+from ps.membership import Member, Membership
+from ps.rounds import Round
+
+EXIT_DONE, EXIT_FAILED, EXIT_TOO_FEW, EXIT_INTERRUPTED = 0, 1, 3, 130
+LEAVING_S = 5.0  # how long members have to say goodbye once the run is over
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the machine needs to know of the settings."""
+
+    steps: int
+    shards: int
+    buckets: int
+    min_workers: int
+    max_wait_s: float  # without a member to compute, before the run is given up
+    heartbeat_s: float
+    heartbeat_timeout_s: float
+    nonfinite: Literal["stop", "skip_step", "skip_shard"]
+    nonfinite_limit: int  # skipped steps in a row that end the run
+    save_every: int  # versions; 0: only at the end
+    evaluate_every: int  # versions; 0: only at the end
+    evaluate: bool
+
+
+class Phase(Enum):
+    WAITING = "waiting"
+    OPEN = "open"
+    UPDATING = "updating"
+    LEAVING = "leaving"
+    FINISHED = "finished"
+
+
+class Machine:
+    """Synchronous training over the members there are.
+
+    ``session`` names this life of the PS; ``version`` is where it starts, above 0 after a restore.
+    """
+
+    def __init__(self, rules: Rules, *, session: int, version: int, now: float) -> None:
+        self.rules, self.session, self.version = rules, session, version
+        self.phase = Phase.WAITING
+        self.members = Membership(rules.heartbeat_timeout_s, rules.heartbeat_s, now)
+        self.round = Round(version, rules.shards, rules.buckets)
+        self.plan: planning.Plan = ()
+        self.revision = 0
+        self.refused: dict[str, int] = {}
+        self.deadline: float | None = None  # of the phase LEAVING, or of a stop that waits for the open step
+        self.idle_since: float | None = now  # no one there to compute
+        self.wake_at = now + rules.heartbeat_s
+        self._heartbeat_at = now + rules.heartbeat_s
+        self._skipped_in_a_row = 0
+        self._ending: tuple[Status, str, int] | None = None
+        self._saved = -1 if version == 0 else version
+        self._troubles: list[str] = []
+        self._began = False
+
+    @property
+    def finished(self) -> bool:
+        return self.phase is Phase.FINISHED
+
+    def handle(
+        self, event: Message | Malformed | Subscribed | Tick | StopRequested | Updated, *, now: float, peer: bytes = b""
+    ) -> list[Action]:
+        """The actions that ``event`` calls for. ``peer`` is the control connection it came by, if it did."""
+        if self.finished:
+            return []
+        actions = self._react(event, peer, now)
+        actions += self._open_if_possible(now)
+        self._set_wake(now)
+        return actions
+
+    def _react(
+        self, event: Message | Malformed | Subscribed | Tick | StopRequested | Updated, peer: bytes, now: float
+    ) -> list[Action]:
+        match event:
+            case Contribution():
+                return self._contribution(event, now)
+            case Tick():
+                return self._tick(now)
+            case Updated():
+                return self._updated(event, now)
+            case StopRequested():
+                return self._stop_requested(event, now)
+            case Hello():
+                return self._hello(event, peer)
+            case Malformed():
+                return self._count(event.reason.split(":")[0], Note(f"refused on {event.socket}: {event.reason}"))
+            case Subscribed():
+                return self._set_ready(self.members.members.get(event.member), subscribed=True)
+            case Ready() | Alive() | Fetch() | Leave() | Failure():
+                return self._from_member(event, peer, now)
+            case _:
+                return self._count("unexpected message", Note(f"refused: {type(event).__name__} is not for the PS"))
+
+    # Members
+
+    def _hello(self, hello: Hello, peer: bytes) -> list[Action]:
+        if self.phase is Phase.LEAVING:
+            return [Reply(peer, Stop(self.session, self.version, self._reason()))]
+        member, older = self.members.join(hello, peer)
+        actions: list[Action] = [Admit(peer, member.number)]
+        if older:
+            actions.insert(0, _changed("replaced", older, f"joined again as member {member.number}"))
+            actions += self._replan()
+        if member.version < 0 and not member.ready and member.doing == "joining":
+            member.doing = "preparing"
+            actions.append(_changed("joined", member))
+        return actions
+
+    def _from_member(self, message: Ready | Alive | Fetch | Leave | Failure, peer: bytes, now: float) -> list[Action]:
+        member = self.members.members.get(message.member)
+        if message.session != self.session or member is None or member.peer != peer:
+            if isinstance(message, Leave):
+                return [Reply(peer, Left(message.session, message.member))]  # it is gone already: let it go
+            reason = "older session" if message.session != self.session else "not a member (any more)"
+            return self._count(reason, Reply(peer, Refusal(True, f"{reason}; join again")))
+        self.members.heard(message.member)
+        match message:
+            case Ready():
+                member.device, member.doing = message.device, "ready"
+                return self._set_ready(member, ready=True)
+            case Alive():
+                member.version, member.doing = message.version, message.doing
+                return []
+            case Fetch():
+                return [SendSnapshot(peer, self.revision, self.plan)]
+            case Leave():
+                self.members.remove(member.number)
+                left: list[Action] = [Reply(peer, Left(self.session, member.number)), _changed("left", member)]
+                return left + self._after_loss(now)
+            case Failure():
+                self.members.remove(member.number)
+                return [_changed("failed", member, message.reason), *self._after_loss(now)]
+            case _:
+                assert_never(message)
+
+    def _set_ready(self, member: Member | None, *, ready: bool = False, subscribed: bool = False) -> list[Action]:
+        if member is None:
+            return []
+        before = member.plannable
+        member.ready |= ready
+        member.subscribed |= subscribed
+        if before or not member.plannable:
+            return []
+        return [_changed("ready", member), *self._replan()]
+
+    def _after_loss(self, now: float) -> list[Action]:
+        if self.phase is Phase.LEAVING:
+            return self._finish() if not self.members.members else []
+        return self._replan()
+
+    def _replan(self) -> list[Action]:
+        """Give the shards that nobody computes any more to those who are here."""
+        if self.phase is not Phase.OPEN:
+            return []
+        revised = planning.revise(self.plan, self.round.missing(), self.members.plannable(), self.rules.shards)
+        if revised == self.plan:
+            return []
+        added = set(revised) - set(self.plan)
+        self.plan = revised
+        if not added:
+            return []
+        self.revision += 1
+        return [Broadcast(messages.Plan(self.session, self.version, self.revision, self.plan))]
+
+    # Steps
+
+    def _open_if_possible(self, now: float) -> list[Action]:
+        here = self.members.plannable()
+        if self.phase in (Phase.WAITING, Phase.OPEN):
+            self.idle_since = None if here else now if self.idle_since is None else self.idle_since
+        if self.phase is not Phase.WAITING:
+            return []
+        if self.version >= self.rules.steps:
+            return self._leave("done", f"version {self.version} is reached", EXIT_DONE, now)
+        if not here or (not self._began and len(here) < self.rules.min_workers):
+            return []
+        self._began = True
+        return self._open()
+
+    def _open(self) -> list[Action]:
+        self.phase = Phase.OPEN
+        self.round = Round(self.version, self.rules.shards, self.rules.buckets)
+        self.revision, self._troubles = 0, []
+        here = self.members.plannable()
+        self.plan = planning.divide(self.rules.shards, here) if here else ()
+        return [Publish(self.version, self.revision, self.plan)]
+
+    def _contribution(self, contribution: Contribution, now: float) -> list[Action]:
+        member = self.members.heard(contribution.member)
+        name = member.name if member else f"member {contribution.member}"
+        reason = self._unacceptable(contribution)
+        if not reason:
+            taken = self.round.offer(contribution)
+            if not isinstance(taken, str):
+                return self._accepted(Accept(contribution, taken), contribution, member, name, now)
+            reason = taken
+        return self._count(reason.split(":")[0], Refused(contribution, name, reason, self.version))
+
+    def _unacceptable(self, contribution: Contribution) -> str | None:
+        if contribution.session != self.session:
+            return "older session"
+        if contribution.version != self.version:
+            return f"other version: computed from version {contribution.version}, current is {self.version}"
+        if self.phase is not Phase.OPEN:
+            return f"no open step: the server is {self.phase.value}"
+        return None
+
+    def _accepted(
+        self, accept: Accept, contribution: Contribution, member: Member | None, name: str, now: float
+    ) -> list[Action]:
+        if member and contribution.bucket == 0:
+            member.contributions += 1
+            if contribution.computed_s > 0:
+                member.examples_per_second = contribution.examples / contribution.computed_s
+        if contribution.left_out and contribution.bucket == 0:
+            where = f"step {self.version}, {name}: {contribution.trouble or 'gradient not finite'}"
+            if self.rules.nonfinite == "stop":
+                return [accept, *self._leave("failed", where, EXIT_FAILED, now)]
+            self._troubles.append(where)
+        return [accept, *self._close_if_complete()]
+
+    def _close_if_complete(self) -> list[Action]:
+        if self.phase is not Phase.OPEN or not self.round.complete:
+            return []
+        self.phase = Phase.UPDATING
+        result = self.round.result()
+        skip = result.examples == 0 or (bool(result.left_out) and self.rules.nonfinite == "skip_step")
+        notes: list[Action] = [Note(trouble) for trouble in self._troubles]
+        return [*notes, CloseStep(self.version, result, skip)]
+
+    def _updated(self, updated: Updated, now: float) -> list[Action]:
+        where = f"step {self.version}: {updated.trouble}"
+        if updated.trouble and self.rules.nonfinite == "stop":
+            return self._leave("failed", where, EXIT_FAILED, now)
+        self._skipped_in_a_row = 0 if updated.applied else self._skipped_in_a_row + 1
+        self.version += 1
+        version = self.version
+        notes: list[Action] = [Note(where)] if updated.trouble else []
+        if self._skipped_in_a_row >= self.rules.nonfinite_limit:
+            reason = f"{self._skipped_in_a_row} steps in a row were skipped, the last being step {version - 1}"
+            return [*notes, *self._leave("failed", reason, EXIT_FAILED, now)]
+        if version >= self.rules.steps:
+            return [*notes, *self._leave("done", f"version {version} is reached", EXIT_DONE, now)]
+        if self.deadline is not None:  # a stop was asked for while this step was open
+            return [*notes, *self._leave("interrupted", f"asked to stop at version {version}", EXIT_INTERRUPTED, now)]
+        actions = [*notes, *self._open()]
+        if self.rules.save_every and version % self.rules.save_every == 0:
+            self._saved = version
+            actions.append(Save(version, False))
+        if self.rules.evaluate and self.rules.evaluate_every and version % self.rules.evaluate_every == 0:
+            actions.append(PublishEvaluation(version))
+        return actions
+
+    # The end
+
+    def _stop_requested(self, request: StopRequested, now: float) -> list[Action]:
+        if self.phase is Phase.LEAVING:
+            return []
+        if self.phase is Phase.WAITING or not self.members.plannable():
+            return self._leave("interrupted", f"asked to stop at version {self.version}", EXIT_INTERRUPTED, now)
+        self.deadline = now + request.grace_s
+        return []
+
+    def _leave(self, status: Status, reason: str, exit_code: int, now: float) -> list[Action]:
+        """Save what is there, tell everyone, and give them time to go."""
+        self.phase, self._ending, self.deadline = Phase.LEAVING, (status, reason, exit_code), now + LEAVING_S
+        stop = Stop(self.session, self.version, reason)
+        actions: list[Action] = [Broadcast(stop)]
+        actions += (Reply(member.peer, stop) for member in self.members.members.values())
+        if self._saved != self.version:
+            self._saved = self.version
+            actions.append(Save(self.version, True))
+        if self.rules.evaluate:
+            actions.append(PublishEvaluation(self.version))
+        return actions if self.members.members else actions + self._finish()
+
+    def _finish(self) -> list[Action]:
+        assert self._ending is not None
+        self.phase = Phase.FINISHED
+        return [Finish(*self._ending)]
+
+    def _reason(self) -> str:
+        return self._ending[1] if self._ending else ""
+
+    # Time
+
+    def _tick(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for member in self.members.tick(now):
+            reason = f"not heard for {member.silent_s:.1f} s; last seen {member.doing}"
+            actions.append(_changed("lost", member, reason))
+            actions += self._after_loss(now)
+        if self.phase is Phase.LEAVING and self.deadline is not None and now >= self.deadline:
+            names = ", ".join(str(member) for member in self.members.members.values())
+            return [*actions, Note(f"ended without a goodbye from {names}"), *self._finish()]
+        if self.phase is Phase.FINISHED:
+            return actions
+        if self.phase is Phase.OPEN and self.deadline is not None and now >= self.deadline:
+            reason = f"asked to stop at version {self.version}; its step could not be finished in time"
+            return actions + self._leave("interrupted", reason, EXIT_INTERRUPTED, now)
+        if self.idle_since is not None and now - self.idle_since >= self.rules.max_wait_s:
+            return actions + self._leave("failed", self._nobody(), EXIT_TOO_FEW, now)
+        if now >= self._heartbeat_at:
+            self._heartbeat_at = now + self.rules.heartbeat_s
+            missing: Sequence[Node] = self.round.missing() if self.phase is Phase.OPEN else ()
+            serving = Serving(self.session, self.version, self.revision, tuple(missing))
+            actions += (Reply(member.peer, serving) for member in self.members.members.values())
+        return actions
+
+    def _nobody(self) -> str:
+        here = ", ".join(f"{member} {member.doing}" for member in self.members.members.values()) or "nobody had joined"
+        return f"no worker was ready for {self.rules.max_wait_s:g} s ({here})"
+
+    def _set_wake(self, now: float) -> None:
+        self.wake_at = self._heartbeat_at
+        if self.deadline is not None:
+            self.wake_at = min(self.wake_at, self.deadline)
+
+    def _count(self, reason: str, action: Action) -> list[Action]:
+        self.refused[reason] = self.refused.get(reason, 0) + 1
+        return [action]
+
+    def check(self) -> None:
+        """The invariants, for tests: versions in range, a plan that covers what is missing by members who are here."""
+        self.round.check()
+        assert 0 <= self.version <= self.rules.steps
+        if self.phase is Phase.OPEN:
+            assert self.round.version == self.version
+            here = set(self.members.plannable())
+            planned = {s for a in self.plan if a.member in here for s in range(a.low, a.high)}
+            wanted = {s for low, high in self.round.missing() for s in range(low, high)}
+            assert not here or wanted <= planned, f"shards {wanted - planned} of step {self.version} are nobody's"
+
+
+def _changed(
+    event: Literal["joined", "ready", "left", "lost", "replaced", "failed"], member: Member, reason: str = ""
+) -> MemberChanged:
+    return MemberChanged(event, member.number, member.name, member.host, member.pid, reason)

@@ -1,0 +1,89 @@
+"""Who has joined, who can be planned, who is gone. Pure: no clock, time is an argument.
+
+Silence is counted only while the PS was itself listening: a PS that was stopped, or busy with a long update, must not
+blame its members for what it did not read.
+"""
+
+from dataclasses import dataclass, field
+
+from bus.messages import Hello
+
+
+@dataclass(slots=True)
+class Member:
+    """One joined worker process. ``number`` is its identity; ``name`` is only a label for people."""
+
+    number: int
+    name: str
+    host: str
+    pid: int
+    instance: int
+    peer: bytes
+    versions: dict[str, str]
+    ready: bool = False
+    subscribed: bool = False
+    device: str = ""
+    doing: str = "joining"
+    version: int = -1
+    silent_s: float = 0.0
+    examples_per_second: float = 0.0
+    contributions: int = 0
+
+    @property
+    def plannable(self) -> bool:
+        return self.ready and self.subscribed
+
+    def __str__(self) -> str:
+        return f"{self.name} (member {self.number}, {self.host} pid {self.pid})"
+
+
+@dataclass(slots=True)
+class Membership:
+    """``timeout_s``: silence after which a member is gone. ``hearing_s``: the most that one look at the clock may add
+    to anyone's silence."""
+
+    timeout_s: float
+    hearing_s: float
+    now: float
+    members: dict[int, Member] = field(default_factory=dict)
+    joined: int = 0  # ever; numbers are never given twice
+
+    def join(self, hello: Hello, peer: bytes) -> tuple[Member, Member | None]:
+        """The member for this hello, and the older life of the same worker that it replaces, if there is one.
+
+        A repeated hello of a process that has joined already gets the same member again.
+        """
+        older = next((m for m in self.members.values() if (m.name, m.host) == (hello.name, hello.host)), None)
+        if older and (older.instance, older.peer) == (hello.instance, peer):
+            older.silent_s = 0.0
+            return older, None
+        if older:
+            del self.members[older.number]
+        self.joined += 1
+        member = Member(self.joined, hello.name, hello.host, hello.pid, hello.instance, peer, dict(hello.versions))
+        self.members[member.number] = member
+        return member, older
+
+    def heard(self, number: int) -> Member | None:
+        """Note that ``number`` gave a sign of life; None if it is no member."""
+        member = self.members.get(number)
+        if member:
+            member.silent_s = 0.0
+        return member
+
+    def remove(self, number: int) -> Member | None:
+        return self.members.pop(number, None)
+
+    def tick(self, now: float) -> list[Member]:
+        """Let time pass; remove and return those who have been silent for too long."""
+        passed_s, self.now = min(max(now - self.now, 0.0), self.hearing_s), now
+        lost = []
+        for member in list(self.members.values()):
+            member.silent_s += passed_s
+            if member.silent_s > self.timeout_s:
+                lost.append(self.members.pop(member.number))
+        return lost
+
+    def plannable(self) -> list[int]:
+        """Numbers of those who can compute, in order of joining."""
+        return [number for number, member in sorted(self.members.items()) if member.plannable]
