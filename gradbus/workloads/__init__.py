@@ -1,0 +1,9 @@
+"""What is trained: pure JAX and NumPy, no bus, no processes.
+
+base       the Workload protocol (the contract of a user's own file), how a name becomes a workload, and its check
+datasets   where datasets lie on disk, how they are verified and read
+digits     1,797 pictures of 8x8, shipped; a small convolutional network; the default
+fashion    Fashion-MNIST, a convolutional network
+cifar10    the first experiment: the CIFAR-10 network of TensorFlow's tutorial, whole
+quadratic  least squares with a known answer, for tests; with and without model state
+"""

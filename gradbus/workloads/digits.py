@@ -1,0 +1,59 @@
+"""The default workload: a small convolutional network on 8x8 digits. Trains in seconds on one core."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradbus.workloads import datasets
+from gradbus.workloads.layers import conv, correct, cross_entropy, dropout, he_normal
+
+
+class Digits:
+    """conv 3x3x32, conv 3x3x64 with stride 2, dense 128, dense 10, dropout around the third: 151,306 parameters.
+
+    Batches are {"image": (batch, 8, 8) uint8 of 0..16, "label": (batch,) uint8}. Test accuracy after 400 steps of adam
+    at 1e-3 with batches of 128, seeds 0..4: 0.981 to 0.986.
+    """
+
+    def init(self, key: jax.Array) -> Any:
+        keys = jax.random.split(key, 4)
+        return {
+            "conv1": {"w": he_normal(keys[0], (3, 3, 1, 32)), "b": jnp.zeros((32,), jnp.float32)},
+            "conv2": {"w": he_normal(keys[1], (3, 3, 32, 64)), "b": jnp.zeros((64,), jnp.float32)},
+            "dense": {"w": he_normal(keys[2], (4 * 4 * 64, 128)), "b": jnp.zeros((128,), jnp.float32)},
+            "output": {"w": he_normal(keys[3], (128, 10)), "b": jnp.zeros((10,), jnp.float32)},
+        }
+
+    def loss(self, params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        logits = self._logits(params, batch["image"], key)
+        return jnp.mean(cross_entropy(logits, batch["label"])), {"accuracy": jnp.mean(correct(logits, batch["label"]))}
+
+    def train_data(self, folder: Path | None) -> dict[str, np.ndarray]:
+        return datasets.digits().train
+
+    def eval_data(self, folder: Path | None) -> dict[str, np.ndarray]:
+        return datasets.digits().test
+
+    def score(self, params: Any, batch: Any) -> dict[str, jax.Array]:
+        logits = self._logits(params, batch["image"], None)
+        return {"accuracy": correct(logits, batch["label"]), "loss": cross_entropy(logits, batch["label"])}
+
+    @staticmethod
+    def _logits(params: Any, image: jax.Array, key: jax.Array | None) -> jax.Array:
+        """(batch, 10); with dropout if there is a key."""
+        x = image.astype(jnp.float32)[..., None] / 8.0 - 1.0
+        x = jax.nn.relu(conv(x, params["conv1"]["w"]) + params["conv1"]["b"])
+        x = jax.nn.relu(conv(x, params["conv2"]["w"], stride=2) + params["conv2"]["b"])
+        x = x.reshape(x.shape[0], -1)
+        if key is not None:
+            before, after = jax.random.split(key)
+            x = dropout(x, before, 0.25)
+        x = jax.nn.relu(x @ params["dense"]["w"] + params["dense"]["b"])
+        if key is not None:
+            x = dropout(x, after, 0.5)
+        return x @ params["output"]["w"] + params["output"]["b"]

@@ -1,0 +1,37 @@
+"""The few layers that the shipped networks share, as functions. Pictures are (batch, height, width, channels)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def conv(x: jax.Array, kernel: jax.Array, stride: int = 1) -> jax.Array:
+    """x (batch, height, width, in), kernel (rows, columns, in, out); padding SAME."""
+    return lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def dropout(x: jax.Array, key: jax.Array, rate: float) -> jax.Array:
+    """Zero each value with probability `rate` and scale the others, so that the mean stays."""
+    keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    return jnp.where(keep, x / (1.0 - rate), 0.0)
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """-log of the probability of the label: logits (batch, classes), integer labels (batch,) -> (batch,)."""
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), labels.astype(jnp.int32)[:, None], axis=1)
+    return -chosen[:, 0]
+
+
+def correct(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """1.0 where the largest logit is the label's, else 0.0: (batch,) float32."""
+    return (jnp.argmax(logits, axis=1).astype(jnp.int32) == labels.astype(jnp.int32)).astype(jnp.float32)
+
+
+def he_normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Initial weights of a layer before ReLU: normal, variance 2 / (inputs of an output). The last axis is outputs."""
+    inputs = 1
+    for size in shape[:-1]:
+        inputs *= size
+    return jax.random.normal(key, shape, jnp.float32) * (2.0 / inputs) ** 0.5
