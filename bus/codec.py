@@ -12,11 +12,12 @@ import zlib
 from collections.abc import Sequence
 
 import msgspec
+import msgspec.structs
 import numpy as np
 import numpy.typing as npt
 
 from bus.errors import WireError
-from bus.messages import ALL, PROTOCOL, Message
+from bus.messages import ALL, PROTOCOL, Contribution, Evaluate, Message, Weights
 
 KIND_BYTES = 8
 HEADER_LIMIT_BYTES = 1 << 20
@@ -54,6 +55,10 @@ def decode(frames: Sequence[memoryview]) -> tuple[Message, Bytes | None]:
 def checksum(payload: Bytes) -> int:
     """CRC-32 of a payload (as in RFC 1952), for runs with ``bus.checksum``."""
     return zlib.crc32(payload.data)
+
+
+def with_checksum(message: Contribution | Weights | Evaluate, payload: Bytes) -> Contribution | Weights | Evaluate:
+    return msgspec.structs.replace(message, checksum=checksum(payload))
 
 
 def check_payload(payload: Bytes, size_bytes: int, expected_checksum: int | None) -> None:

@@ -151,6 +151,7 @@ class Machine:
         self.phase = Phase.DIALLING
         self.welcome: Welcome | None = None
         self.held = -1  # the version whose weights are all here
+        self.buckets = 1  # of the weights layout; the edge sets it when it has laid out what the welcome describes
         self.wake_at = now
         self._forget_session(now)
         self._exit = Exit(EXIT_DONE, "")
@@ -162,6 +163,7 @@ class Machine:
         self._revision = 0  # of its plan
         self._plan: tuple[Assignment, ...] = ()
         self._arriving: set[int] = set()  # buckets of the known version that are here
+        self._late = False  # the known version was incomplete at the last heartbeat too
         self._nodes: dict[Node, int] = {}  # of the held version: -1 computing, else how often it was listed as missing
         self._silent_s, self._now = 0.0, now
         self._dialling_since = self._hello_at = now
@@ -185,7 +187,7 @@ class Machine:
             return f"computing {shards} of step {self.held}"
         if self.phase is Phase.SERVING:
             return f"waiting for version {self._known + 1}"
-        return {"preparing": "loading and compiling"}.get(self.phase.value, self.phase.value)
+        return "loading and compiling" if self.phase is Phase.PREPARING else str(self.phase.value)
 
     def handle(self, event: Event, *, now: float) -> list[Action]:
         if self.finished:
@@ -244,7 +246,7 @@ class Machine:
             return []
         if weights.version > self._known:
             self._known, self._revision, self._plan = weights.version, weights.revision, weights.plan
-            self._arriving = set()
+            self._arriving, self._late = set(), False
         elif weights.revision > self._revision:
             self._revision, self._plan = weights.revision, weights.plan
         if self.held == self._known:
@@ -257,8 +259,6 @@ class Machine:
             self.held, self._nodes = self._known, {}
             actions += self._compute_new()
         return actions
-
-    buckets = 1  # of the weights layout; the edge sets it when it has built the layout
 
     def _revised(self, plan: messages.Plan, now: float) -> list[Action]:
         if self.phase is not Phase.SERVING or (plan.version, plan.revision) <= (self._known, self._revision):
@@ -296,15 +296,16 @@ class Machine:
         if serving.version != self._known or not self._mine():
             return []
         if self.held != self._known:
-            return self._fetch(now)  # a bucket was lost, or is still on its way; a doubled one does no harm
-        again = []
+            self._late, was_late = True, self._late  # once it may still be on its way
+            return self._fetch(now) if was_late else []
+        again: list[Action] = []
         for node in sorted(set(self._nodes) & _subnodes(serving.missing, self._nodes)):
             if self._nodes[node] >= 0:
                 self._nodes[node] += 1
                 if self._nodes[node] >= 2:
                     self._nodes[node] = 0
                     again.append(Push(self.held, node))
-        return [*again]
+        return again
 
     def _fetch(self, now: float) -> list[Action]:
         """Ask for a snapshot, once per heartbeat at most."""

@@ -1,0 +1,295 @@
+"""The transports over ZeroMQ; the only module that imports zmq. docs/protocol.md says who speaks when.
+
+Each object is owned by the thread that made it: sockets are not thread-safe, and only ``Waker.wake`` may be called from
+elsewhere. Every queue has a bound in messages, derived from the number of buckets, and every message a bound in bytes.
+"""
+
+import contextlib
+import errno
+import math
+import secrets
+import socket
+import time
+from types import TracebackType
+from typing import Self
+
+import zmq
+
+from bus import codec
+from bus.codec import Bytes
+from bus.endpoints import Endpoint, bind_address, parse, port_holder
+from bus.errors import EndpointError, WireError
+from bus.messages import Contribution, Evaluate, Malformed, Message, Plan, Stop, Subscribed, Weights
+from bus.settings import BusSettings
+from bus.transport import Arrival, Payload, Peer
+
+BIND_RETRY_S = 5.0  # a port of a process that was just killed is free again within this time
+LINGER_MS = 1000
+CONTROL_LIMIT_BYTES = 2 << 20  # nothing a worker says over control is larger
+VERSIONS_QUEUED = 3  # per subscriber; a slower one loses weights, notices the gap and fetches
+_MEMBER_TOPIC = b"m%07d"
+
+
+class Waker:
+    """Ends a wait in another thread, or from a signal handler, through ``signal.set_wakeup_fd(waker.fileno())``."""
+
+    def __init__(self) -> None:
+        self._read, self._write = socket.socketpair()
+        self._read.setblocking(False)
+        self._write.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._write.fileno()
+
+    def wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # full of wake-ups: awake already
+            self._write.send(b"\0")
+
+    def watch(self, poller: zmq.Poller) -> None:
+        poller.register(self._read, zmq.POLLIN)
+
+    def drain(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._read.recv(4096):
+                pass
+
+    def close(self) -> None:
+        self._read.close()
+        self._write.close()
+
+
+class _Sockets:
+    """What both sides share: a context, a poller, and taking messages from several sockets in turn."""
+
+    def __init__(self, io_threads: int, settings: BusSettings) -> None:
+        self._context = zmq.Context(io_threads)
+        self._settings = settings
+        self._poller = zmq.Poller()
+        self._open: list[zmq.Socket[bytes]] = []
+        self._inboxes: list[tuple[str, zmq.Socket[bytes]]] = []
+        self._turn = 0
+        self.waker = Waker()
+        self.waker.watch(self._poller)
+
+    def receive(self, timeout_s: float) -> Arrival | None:
+        arrival = self._next()
+        if arrival is None and self._poller.poll(max(0, math.ceil(timeout_s * 1000))):
+            self.waker.drain()
+            arrival = self._next()
+        return arrival
+
+    def _next(self) -> Arrival | None:
+        """One message from the next socket in turn that has any, so that no socket starves another."""
+        count = len(self._inboxes)
+        for position in range(self._turn, self._turn + count):
+            name, inbox = self._inboxes[position % count]
+            try:
+                frames = inbox.recv_multipart(zmq.DONTWAIT, copy=False)
+            except zmq.Again:
+                continue
+            self._turn = position + 1
+            return self._arrival(name, [frame.buffer for frame in frames])
+        return None
+
+    def _arrival(self, name: str, frames: list[memoryview]) -> Arrival | None:
+        try:
+            return Arrival(b"", *codec.decode(frames))
+        except WireError as error:
+            return Arrival(b"", Malformed(name, str(error)))
+
+    def _socket(self, kind: int, **options: int | bytes) -> "zmq.Socket[bytes]":
+        """A socket with the options that all have, and those given by name; they only work before connect or bind."""
+        made = self._context.socket(kind)
+        self._open.append(made)
+        made.set(zmq.LINGER, LINGER_MS)
+        made.set(zmq.IPV6, 1)
+        made.set(zmq.TCP_KEEPALIVE, 1)
+        made.set(zmq.HEARTBEAT_IVL, round(self._settings.heartbeat_s * 1000))
+        made.set(zmq.HEARTBEAT_TIMEOUT, round(self._settings.heartbeat_timeout_s * 1000))
+        made.set(zmq.RECONNECT_IVL, 100)
+        made.set(zmq.RECONNECT_IVL_MAX, 2000)
+        for name, value in options.items():
+            made.set(getattr(zmq, name), value)
+        return made
+
+    def _listen(self, name: str, inbox: "zmq.Socket[bytes]") -> None:
+        self._inboxes.append((name, inbox))
+        self._poller.register(inbox, zmq.POLLIN)
+
+    def _stamped(self, message: Message, payload: Payload) -> Message:
+        """With a checksum, where the run wants them."""
+        if self._settings.checksum and isinstance(message, Contribution | Weights | Evaluate):
+            return codec.with_checksum(message, payload)
+        return message
+
+    def _close(self, *sockets: "zmq.Socket[bytes] | None") -> None:
+        for each in sockets:
+            if each is not None and not each.closed:
+                if each in self._poller:
+                    self._poller.unregister(each)
+                each.close()
+        self._inboxes = [(name, inbox) for name, inbox in self._inboxes if not inbox.closed]
+        self._open = [each for each in self._open if not each.closed]
+
+    def close(self) -> None:
+        """Close everything; what is queued gets ``LINGER_MS`` to leave."""
+        self._close(*self._open)
+        self._context.term()
+        self.waker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class ServerSockets(_Sockets):
+    """The PS's side. Binds control (ROUTER), gradients (PULL) and weights (XPUB) on one host: on three free ports, or
+    on the port given and the two after it. Raises EndpointError."""
+
+    def __init__(self, settings: BusSettings, *, bucket_bytes: int, buckets: int) -> None:
+        super().__init__(settings.io_threads, settings)
+        queue = VERSIONS_QUEUED * buckets + 64
+        self._control = self._socket(
+            zmq.ROUTER, ROUTER_HANDOVER=1, SNDHWM=queue, RCVHWM=1000, MAXMSGSIZE=CONTROL_LIMIT_BYTES
+        )
+        self._gradients = self._socket(zmq.PULL, RCVHWM=buckets + 8, MAXMSGSIZE=bucket_bytes + CONTROL_LIMIT_BYTES)
+        self._weights = self._socket(zmq.XPUB, SNDHWM=queue, RCVHWM=1000, MAXMSGSIZE=4096)
+        endpoint = parse(settings.bind)
+        try:
+            self.control, self.gradients, self.weights = (
+                self._bind(each, endpoint, offset)
+                for offset, each in enumerate((self._control, self._gradients, self._weights))
+            )
+        except EndpointError:
+            self.close()
+            raise
+        self._listen("control", self._control)
+        self._listen("gradients", self._gradients)
+        self._listen("weights", self._weights)
+
+    def _bind(self, each: "zmq.Socket[bytes]", endpoint: Endpoint, offset: int) -> str:
+        port = None if endpoint.port is None else endpoint.port + offset
+        address = bind_address(endpoint._replace(port=port), "bus.bind")
+        give_up_at = time.monotonic() + BIND_RETRY_S
+        while True:
+            try:
+                each.bind(address)
+            except zmq.ZMQError as error:
+                if error.errno == errno.EADDRINUSE and time.monotonic() < give_up_at:
+                    self._poller.poll(100)
+                    continue
+                raise EndpointError(_cannot_bind(address, port, error)) from None
+            return each.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def _arrival(self, name: str, frames: list[memoryview]) -> Arrival | None:
+        if name == "weights":
+            return _subscription(bytes(frames[0]))
+        if name == "gradients":
+            return super()._arrival(name, frames)
+        peer = bytes(frames[0])
+        try:
+            return Arrival(peer, *codec.decode(frames[1:]))
+        except WireError as error:
+            return Arrival(peer, Malformed(name, str(error)))
+
+    def send(self, peer: Peer, message: Message, payload: Payload = None) -> None:
+        _send(self._control, [peer], self._stamped(message, payload), payload)
+
+    def publish(self, message: Message, payload: Payload = None) -> None:
+        _send(self._weights, [], self._stamped(message, payload), payload)
+
+
+class WorkerSockets(_Sockets):
+    """A worker's side: dials control (DEALER) at once, gradients (PUSH) and weights (SUB) after a welcome."""
+
+    def __init__(self, address: str, settings: BusSettings) -> None:
+        super().__init__(1, settings)
+        self._address = address
+        self._control: zmq.Socket[bytes] | None = None
+        self._gradients: zmq.Socket[bytes] | None = None
+        self._weights: zmq.Socket[bytes] | None = None
+        self.redial()
+
+    def redial(self) -> None:
+        self._close(self._control)
+        # A routing id of our own, new for each dial, lets the PS know us again when TCP reconnects by itself.
+        # IMMEDIATE: nothing is queued for a connection that is not there, so nothing old arrives when it comes back.
+        identity = b"w" + secrets.token_bytes(15)
+        self._control = self._socket(zmq.DEALER, ROUTING_ID=identity, IMMEDIATE=1, SNDHWM=100)
+        self._control.connect(self._address)
+        self._listen("control", self._control)
+
+    def follow(self, member: int, gradients: str, weights: str, bucket_bytes: int) -> None:
+        self.forsake()
+        self._gradients = self._socket(zmq.PUSH, IMMEDIATE=1, SNDHWM=64)
+        self._gradients.connect(gradients)
+        self._weights = self._socket(zmq.SUB, RCVHWM=1000, MAXMSGSIZE=bucket_bytes + CONTROL_LIMIT_BYTES)
+        for topic in (
+            Weights.kind,
+            Plan.kind,
+            Stop.kind,
+            _MEMBER_TOPIC % member,
+        ):  # the last tells the PS that all are there
+            self._weights.subscribe(topic)
+        self._weights.connect(weights)
+        self._listen("weights", self._weights)
+
+    def forsake(self) -> None:
+        for each in (self._gradients, self._weights):
+            if each is not None:
+                each.set(zmq.LINGER, 0)
+        self._close(self._gradients, self._weights)
+        self._gradients = self._weights = None
+
+    def send(self, message: Message) -> None:
+        assert self._control is not None
+        _send(self._control, [], message, None)
+
+    def push(self, contribution: Contribution, payload: Payload) -> bool:
+        return self._gradients is not None and _send(self._gradients, [], self._stamped(contribution, payload), payload)
+
+
+class ObserverSockets(_Sockets):
+    """A peer that only listens: subscribes to ``kinds`` of the weights socket."""
+
+    def __init__(self, weights: str, settings: BusSettings, kinds: tuple[bytes, ...], bucket_bytes: int) -> None:
+        super().__init__(1, settings)
+        self._weights = self._socket(zmq.SUB, RCVHWM=1000, MAXMSGSIZE=bucket_bytes + CONTROL_LIMIT_BYTES)
+        for kind in kinds:
+            self._weights.subscribe(kind)
+        self._weights.connect(weights)
+        self._listen("weights", self._weights)
+
+
+def _send(target: "zmq.Socket[bytes]", route: list[bytes], message: Message, payload: Bytes | None) -> bool:
+    """False where the queue is full or nobody is connected; a message is sent whole or not at all."""
+    frames = [*route, *codec.encode(message)]
+    try:
+        if payload is None:
+            target.send_multipart(frames, zmq.DONTWAIT)
+        else:
+            target.send_multipart([*frames, payload.data], zmq.DONTWAIT, copy=False)
+    except zmq.Again:
+        return False
+    return True
+
+
+def _subscription(frame: bytes) -> Arrival | None:
+    """Subscriptions come as frames of their own; only a worker's last one says something."""
+    topic = frame[1:]
+    if frame[:1] == b"\1" and len(topic) == codec.KIND_BYTES and topic[:1] == b"m" and topic[1:].isdigit():
+        return Arrival(b"", Subscribed(int(topic[1:])))
+    return None
+
+
+def _cannot_bind(address: str, port: int | None, error: zmq.ZMQError) -> str:
+    if error.errno == errno.EADDRINUSE and port is not None:
+        holder = port_holder(port) or "another process"
+        return f"bus.bind: port {port} is in use by {holder}; end it, or choose another port"
+    if error.errno in (errno.ENODEV, errno.EADDRNOTAVAIL):
+        return f"bus.bind: {address} is no address of this machine"
+    return f"bus.bind: cannot bind {address}: {error.strerror}"
