@@ -214,14 +214,17 @@ class Ledger(Rows):
 
 
 class Metrics(Rows):
-    """metrics.jsonl, and the same numbers as TensorBoard event files in `events` if tensorboardX is installed.
+    """metrics.jsonl, and the same numbers as TensorBoard event files if tensorboardX is installed.
 
-    TensorBoard follows one live file by folder, so the evaluator writes its event files into a folder of its own.
+    events: the folder of the event files; None: that of the metrics. TensorBoard follows one live file by folder, so a
+    second process that writes at the same time, such as the evaluator, needs a folder of its own.
     """
 
-    def __init__(self, path: Path, events: Path | None = None, on_fault: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, path: Path, on_fault: Callable[[str], None] | None = None, *, events: Path | None = None
+    ) -> None:
         super().__init__(path, on_fault)
-        self._events = events
+        self._events: Path | None = events or path.parent
         self._board: EventsWriter | None = None
 
     def append(self, row: Mapping[str, Any]) -> None:
@@ -320,7 +323,7 @@ def _new_folder(runs: Path, stem: str) -> Path:
 
 
 def _point_latest(runs: Path, name: str) -> None:
-    link = runs / f".latest.{os.getpid()}"
+    link = runs / f".latest-{name}"
     try:
         link.unlink(missing_ok=True)
         link.symlink_to(name, target_is_directory=True)
