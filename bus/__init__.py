@@ -5,4 +5,5 @@ tree       the fixed summation tree over shards       layout     parameter leave
 transport  what the loops know of a network           sockets    ZeroMQ (the only module that imports zmq)
 memory     the same in one process, with faults       endpoints  addresses: who binds, who connects
 settings   the `bus` section of config.yaml           errors     what can go wrong, as a tree
+finite     what a gradient may hold
 """

@@ -1,0 +1,240 @@
+"""The processes of a run: `python -m gradbus.child ROLE ...`, started by the launcher, and what `gradbus worker` runs.
+
+Threads are set before JAX is imported: NPROC is the one thing that XLA on the CPU obeys, and it changes bits, so it
+comes from the experiment and from nowhere else.
+"""
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+from gradbus.records import RunFolder
+from gradbus.report import Reporter, lifeline
+
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
+ORPHAN_GRACE_S = 10.0  # once the launcher is gone
+
+log = logging.getLogger("gradbus")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the role that ``arguments`` name; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m gradbus.child")
+    roles = parser.add_subparsers(dest="role", required=True)
+    for role in ("ps", "evaluator", "eval"):
+        each = roles.add_parser(role)
+        each.add_argument("run", type=Path)
+        if role == "ps":
+            each.add_argument("--resume", type=Path)
+        if role == "evaluator":
+            each.add_argument("--ps")
+    each = roles.add_parser("worker")
+    each.add_argument("--ps", required=True)
+    each.add_argument("--name")
+    each.add_argument("--run", type=Path)
+    options = parser.parse_args(arguments)
+    _log_to_stderr()
+    _end_with_launcher()
+    match options.role:
+        case "ps":
+            return _run_ps(options.run, options.resume)
+        case "evaluator":
+            return _run_evaluator(options.run)
+        case "eval":
+            return run_eval(options.run, None)
+        case _:
+            return run_worker(options.ps, options.name, None)
+
+
+def _run_ps(folder: Path, resume: Path | None) -> int:
+    from gradbus.settings import load
+
+    run, reporter = RunFolder(folder), Reporter()
+    settings = load(run.config)
+    _set_threads(settings.train.threads, cpu=True)
+    with _reporting(reporter):
+        from gradbus.build import service
+
+        built = service(run, settings, reporter, resume)
+        server, recorder = built.server, built.recorder
+        with _on_signal(lambda code: server.request_stop(), built.sockets.waker.fileno()):
+            outcome = server.run()
+        built.sockets.close()
+        server.close()
+        recorder.close()
+        reporter.event(
+            "finished",
+            status=outcome.status,
+            reason=outcome.reason,
+            version=server.machine.version,
+            loss=server.loss,
+            params_sha256=server.parameters_sha256(),
+            examples_per_second=recorder.examples_per_second,
+            wall_seconds=recorder.wall_seconds,
+            workers=recorder.joined,
+            refused=server.machine.refused,
+            exit_code=outcome.exit_code,
+        )
+        return outcome.exit_code
+    return EXIT_USAGE
+
+
+def run_worker(address: str, name: str | None, data_dir: str | None) -> int:
+    """Join the PS at ``address`` and work until the run is over. The exit code; 0 when the PS said that it is over."""
+    from bus.settings import BusSettings
+
+    reporter = Reporter()
+
+    def note(text: str) -> None:
+        log.info("%s", text)
+        reporter.event("note", text=text)
+
+    with _reporting(reporter):
+        from gradbus.build import worker
+
+        client, sockets = worker(address, name, data_dir, BusSettings(), note)
+        with _on_signal(client.request_stop, sockets.waker.fileno()):
+            outcome = client.run()
+        sockets.close()
+        if outcome.exit_code in (0, EXIT_INTERRUPTED, EXIT_TERMINATED):
+            log.info("%s", outcome.reason)
+            reporter.event("left")
+        else:
+            log.error("%s", outcome.reason)
+            kind = "connect" if outcome.exit_code == 3 else "workload"
+            reporter.event("failed", kind=kind, reason=outcome.reason)
+        return _leave_at_once(outcome.exit_code)
+    return EXIT_USAGE
+
+
+def _run_evaluator(folder: Path) -> int:
+    from gradbus.settings import load
+
+    run, reporter = RunFolder(folder), Reporter()
+    settings = load(run.config)
+    _set_threads(settings.train.threads, cpu=True)
+    with contextlib.suppress(OSError):  # evaluation takes what training leaves
+        os.nice(10)
+    with _reporting(reporter):
+        from gradbus.build import observer
+
+        watcher, sockets = observer(run, settings, reporter)
+        with _on_signal(lambda code: watcher.request_stop(), sockets.waker.fileno()):
+            watcher.run()
+        sockets.close()
+        return 0
+    return EXIT_USAGE
+
+
+def run_eval(folder: Path, version: int | None) -> int:
+    """Evaluate a checkpoint of the run in ``folder``, the newest by default; print the result, and report it."""
+    from gradbus.records import Metrics
+    from gradbus.settings import load
+
+    run, reporter = RunFolder(folder), Reporter()
+    settings = load(run.config)
+    _set_threads(settings.train.threads, cpu=True)
+    with _reporting(reporter):
+        from gradbus.build import evaluate_checkpoint
+        from ps import checkpoint as checkpoints
+
+        path = run.checkpoints / f"version_{version:06d}" if version is not None else None
+        if path is None:
+            path, passed_over = checkpoints.newest(run.checkpoints)
+            for line in passed_over:
+                print(line, file=sys.stderr)
+        if path is None or not path.is_dir():
+            there = ", ".join(sorted(each.name for each in run.checkpoints.glob("version_*"))) or "none"
+            raise checkpoints.CheckpointError(f"{run.checkpoints}: no such checkpoint; there are: {there}")
+        saved = checkpoints.load(path)
+        result = evaluate_checkpoint(settings, saved)
+        metrics = Metrics(run.metrics, run.path / "events" / "eval")
+        metrics.append({"version": saved.version, "eval": result})
+        metrics.close()
+        print(f"version {saved.version}: " + ", ".join(f"{name} = {value:.4f}" for name, value in result.items()))
+        reporter.event("evaluated", version=saved.version, eval=result, seconds=None)
+        return 0
+    return EXIT_USAGE
+
+
+def _set_threads(threads: int, *, cpu: bool) -> None:
+    os.environ["NPROC"] = str(threads)
+    if cpu:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s.%(msecs)03d: %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    logging.getLogger("jax").setLevel(logging.WARNING)
+
+
+@contextlib.contextmanager
+def _reporting(reporter: Reporter) -> Iterator[None]:
+    """Whatever ends the process before its time is told in one line, to the launcher and in the log."""
+    try:
+        yield
+    except Exception as error:
+        from bus.errors import BusError
+        from gradbus.build import one_line
+        from gradbus.workloads.base import DataError, WorkloadError
+        from ps.checkpoint import CheckpointError
+        from ps.optimizers import OptimizerError
+
+        kinds = {
+            WorkloadError: "workload", DataError: "data", OptimizerError: "settings", CheckpointError: "checkpoint",
+            BusError: "bind",
+        }  # fmt: skip
+        kind = next((word for known, word in kinds.items() if isinstance(error, known)), "internal")
+        log.error("%s", one_line(error), exc_info=kind == "internal")
+        reporter.event("failed", kind=kind, reason=one_line(error))
+        if kind == "internal":
+            raise SystemExit(EXIT_FAILED) from None
+    finally:
+        reporter.close()
+
+
+@contextlib.contextmanager
+def _on_signal(stop: Callable[[int], None], wakeup_fd: int) -> Iterator[None]:
+    """SIGINT and SIGTERM ask for an orderly end, and wake whatever waits; before and after they end the process."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        stop(128 + number)
+
+    older = signal.set_wakeup_fd(wakeup_fd, warn_on_full_buffer=False)
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(older)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end_with_launcher() -> None:
+    """Once the launcher is gone: an orderly end if it can be had in time, an end in any case."""
+
+    def end() -> None:
+        log.error("the launcher is gone; ending")
+        threading.Timer(ORPHAN_GRACE_S, os._exit, (EXIT_FAILED,)).start()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    lifeline(end)
+
+
+def _leave_at_once(exit_code: int) -> int:
+    """The computing thread may be deep in XLA: the interpreter must not wait for it, nor tear JAX down under it."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

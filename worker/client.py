@@ -1,0 +1,191 @@
+"""The edge of a worker: poll, decode, ask the machine, carry out its actions: the server's loop from the other side."""
+
+import queue
+import time
+from collections import deque
+from collections.abc import Callable
+
+from bus import codec
+from bus.errors import WireError
+from bus.layout import Bytes, Layout, gradient_layout, weights_layout
+from bus.messages import Contribution, Malformed, Node, Weights, Welcome
+from bus.transport import Arrival, WorkerTransport
+from worker.executor import Executor, Result
+from worker.machine import (
+    Action,
+    Compute,
+    Computed,
+    Event,
+    Exit,
+    Forget,
+    Keep,
+    Machine,
+    Note,
+    Prepare,
+    Push,
+    Send,
+    StopRequested,
+    Tick,
+)
+
+LONGEST_WAIT_S = 1.0  # of one poll
+RETRY_PUSH_S = 0.005  # while the queue of the gradients socket is full
+
+
+class Client:
+    """``executor`` is told with ``attach``, because it posts its events here. ``note`` says a line to people."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        transport: WorkerTransport,
+        *,
+        note: Callable[[str], None],
+        wake: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.machine = machine
+        self.outcome: Exit | None = None
+        self._transport, self._note, self._wake, self._clock = transport, note, wake, clock
+        self._executor: Executor | None = None
+        self._events: queue.SimpleQueue[tuple[Event, Result | None]] = queue.SimpleQueue()
+        self._welcome: Welcome | None = None
+        self._layout: Layout | None = None
+        self._gradient_layout: Layout | None = None
+        self._buffer: Bytes | None = None  # of the version that is arriving, or has arrived
+        self._buffer_version = -1
+        self._results: dict[Node, Result] = {}  # of the version that is computed on; kept until it has passed
+        self._outgoing: deque[tuple[Contribution, Bytes]] = deque()
+        self._stop_exit_code: int | None = None
+
+    def attach(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def post(self, event: Event, result: Result | None = None) -> None:
+        """Hand an event to the loop, from any thread."""
+        self._events.put((event, result))
+        self._wake()
+
+    def request_stop(self, exit_code: int) -> None:
+        """Ask for an orderly leave. May be called from a signal handler; wake the transport afterwards."""
+        self._stop_exit_code = exit_code
+
+    def run(self) -> Exit:
+        """Work until the run is over, or this worker cannot go on."""
+        while self.outcome is None:
+            wait_s = RETRY_PUSH_S if self._outgoing else self.machine.wake_at - self._clock()
+            self.turn(min(max(wait_s, 0.0), LONGEST_WAIT_S))
+        return self.outcome
+
+    def turn(self, timeout_s: float) -> None:
+        """Take what the executor has posted, then at most one arrival, then look at the clock."""
+        if self._stop_exit_code is not None:
+            code, self._stop_exit_code = self._stop_exit_code, None
+            self._do(StopRequested(code))
+        while not self._events.empty():
+            self._take(*self._events.get())
+            timeout_s = 0.0
+        arrival = self._transport.receive(timeout_s)
+        if arrival is not None:
+            arrival = self._checked(arrival)
+            self._do(arrival.message, arrival.payload)
+        self._do(Tick())
+        self._flush()
+
+    def _take(self, event: Event, result: Result | None) -> None:
+        if isinstance(event, Computed) and result is not None and event.version == self._buffer_version:
+            self._results[event.node] = result
+        self._do(event)
+
+    def _checked(self, arrival: Arrival) -> Arrival:
+        """Sizes are held against the layout before anything is believed."""
+        message = arrival.message
+        if not isinstance(message, Weights):
+            return arrival
+        try:
+            if self._layout is None or not 0 <= message.bucket < len(self._layout.buckets):
+                raise WireError(f"found bucket {message.bucket}, which the welcome did not announce")
+            codec.check_payload(arrival.payload, self._layout.buckets[message.bucket].size_bytes, message.checksum)
+        except WireError as error:
+            return Arrival(arrival.peer, Malformed("weights", f"weights: {error}"))
+        return arrival
+
+    def _do(self, event: Event, payload: Bytes | None = None) -> None:
+        for action in self.machine.handle(event, now=self._clock()):
+            self._perform(action, payload)
+
+    def _perform(self, action: Action, payload: Bytes | None) -> None:
+        match action:
+            case Keep():
+                self._keep(action.weights, payload)
+            case Compute():
+                self._compute(action)
+            case Push():
+                self._push(action.node)
+            case Send():
+                self._transport.send(action.message)
+            case Prepare():
+                self._prepare(action.welcome)
+            case Forget():
+                self._forget()
+            case Note():
+                self._note(action.text)
+            case Exit():
+                self.outcome = action
+
+    def _prepare(self, welcome: Welcome) -> None:
+        assert self._executor is not None
+        self._welcome = welcome
+        self._layout = weights_layout(welcome.leaves, welcome.bucket_bytes)
+        self._gradient_layout = gradient_layout(welcome.leaves, welcome.bucket_bytes)
+        self.machine.buckets = len(self._layout.buckets)
+        largest = max(bucket.size_bytes for bucket in self._layout.buckets)
+        self._transport.follow(welcome.member, welcome.gradients, welcome.weights, largest)
+        self._executor.prepare(welcome)
+
+    def _keep(self, weights: Weights, payload: Bytes | None) -> None:
+        """One copy, into a buffer that no later version reuses: JAX goes on reading it where it lies."""
+        assert self._layout is not None and payload is not None
+        if weights.version != self._buffer_version or self._buffer is None:
+            self._buffer, self._buffer_version = self._layout.empty(), weights.version
+            self._results.clear()
+        self._layout.bucket(self._buffer, weights.bucket)[:] = payload
+
+    def _compute(self, action: Compute) -> None:
+        assert self._executor is not None and self._welcome is not None and self._buffer is not None
+        self._outgoing.clear()  # what was not sent for an older version is no use any more
+        self._executor.compute(self._welcome.session, action.version, self._buffer, action.nodes)
+
+    def _push(self, node: Node) -> None:
+        assert self._welcome is not None and self._gradient_layout is not None
+        result = self._results[node]
+        for index in range(len(self._gradient_layout.buckets)):
+            contribution = Contribution(
+                session=self._welcome.session,
+                member=self._welcome.member,
+                version=self._buffer_version,
+                bucket=index,
+                low=node[0],
+                high=node[1],
+                examples=result.total.examples,
+                sums=result.total.sums,
+                left_out=result.total.left_out,
+                trouble=result.total.trouble,
+                waited_s=result.waited_s,
+                computed_s=result.computed_s,
+            )
+            self._outgoing.append((contribution, self._gradient_layout.bucket(result.total.buffer, index)))
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._outgoing and self._transport.push(*self._outgoing[0]):
+            self._outgoing.popleft()
+
+    def _forget(self) -> None:
+        self._outgoing.clear()
+        self._results.clear()
+        self._buffer, self._buffer_version, self._welcome = None, -1, None
+        if self._executor is not None:
+            self._executor.cancel()
+        self._transport.forsake()
+        self._transport.redial()
