@@ -48,10 +48,14 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came out: the outcome, the PS's last words (`finished`), evaluations by version, and what went wrong."""
+    """What came out: the outcome, the PS's last words, evaluations by version, and what went wrong.
+
+    finished: the fields of the PS's `finished`, empty if it died without; progress: those of its last `progress`.
+    """
 
     outcome: Outcome
     finished: dict[str, Any]
+    progress: dict[str, Any]
     evaluations: dict[int, dict[str, Any]]
     failures: tuple[Failure, ...]
     restarts: int
@@ -108,6 +112,7 @@ class Supervisor:
         self._unstarted: deque[str] = deque()
         self._signals: deque[int] = deque()
         self._finished: dict[str, Any] = {}
+        self._progress: dict[str, Any] = {}
         self._evaluations: dict[int, dict[str, Any]] = {}
         self._failures: list[Failure] = []
 
@@ -129,7 +134,12 @@ class Supervisor:
                 os.close(self._lifeline)
                 os.close(lifeline_kept)
         return Result(
-            self._policy.outcome, self._finished, self._evaluations, tuple(self._failures), self._policy.restarts
+            outcome=self._policy.outcome,
+            finished=self._finished,
+            progress=self._progress,
+            evaluations=self._evaluations,
+            failures=tuple(self._failures),
+            restarts=self._policy.restarts,
         )
 
     def _turn(self) -> None:
@@ -182,6 +192,8 @@ class Supervisor:
                 self._address = str(fields.get("control", ""))
             case "finished":
                 self._finished = fields
+            case "progress":
+                self._progress = fields
             case "evaluated" if isinstance(version := fields.get("version"), int):
                 self._evaluations[version] = fields
         self._watcher.reported(source, event.name, fields)
