@@ -149,7 +149,7 @@ def _work(story: Story) -> str:
             hosts.get(name, "?"),
             str(joined[name]),
             str(totals[name]),
-            f"{totals[name] / totals.total():.0%}",
+            f"{totals[name] / max(1, totals.total()):.0%}",
             str(refused[name]),
         ]
         for name in sorted(totals | refused)

@@ -244,7 +244,7 @@ class Policy:
     def _worker_ended(self, name: str, code: int, now: float) -> list[Action]:
         failed = self._failed.get(name)
         if name in self._left:
-            return [Note(f"{name} has left"), *self._check_workers(now)]
+            return self._check_workers(now)  # the PS has told that it left
         reason = self._reason(name, code)
         if code == 2 or (failed is not None and failed.kind in USER_FAULTS):
             self._lost.append(failed.reason if failed else f"{name}: {reason}")
