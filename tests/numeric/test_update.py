@@ -3,6 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 
+from ps.checkpoint import Checkpoint, load, save
 from ps.optimizers import OptimizerError, build
 from ps.settings import AverageSettings
 from ps.update import RestoreError, Snapshot, Updater, parameters_sha256
@@ -227,6 +229,19 @@ def test_a_restored_run_has_the_bits_of_one_that_never_stopped(spec: dict[str, A
     feed(second, range(half, 2 * half))
     assert same(second.snapshot(), straight.snapshot())
     assert bits(second.averaged()) == bits(straight.averaged())
+
+
+def test_a_run_restored_from_disk_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    params = parameters() | {"half": np.ones(3, ml_dtypes.bfloat16), "ids": np.arange(3)}
+    noisy = {"chain": [{"name": "add_noise", "eta": 0.1, "gamma": 0.5, "key": 1}, ADAM]}
+    first, second = (updater(noisy, AverageSettings(), params) for _ in range(2))
+    sums = [np.ones(leaf.shape, np.float32) for leaf in first.leaves if leaf.kind == "trainable"]
+    first.apply(sums, 2)
+    path = save(tmp_path, Checkpoint(1, first.updates, first.snapshot(), {}))
+    second.restore(load(path).tensors, load(path).updates)
+    for each in (first, second):
+        each.apply(sums, 2)
+    assert same(first.snapshot(), second.snapshot())
 
 
 def test_a_snapshot_is_a_copy() -> None:
