@@ -47,6 +47,8 @@ class Updater:
         self.updates = 0
         self._average_settings = average
         self._tx = optimizer.transform
+        # As JAX would take them: without its 64-bit mode a float64 array is a float32 one, on all sides.
+        params, state = jax.tree.map(lambda x: np.asarray(jnp.asarray(x)), (params, state))
         param_paths = jax.tree_util.tree_leaves_with_path(params)
         state_paths = jax.tree_util.tree_leaves_with_path(state)
         self._param_tree = jax.tree.structure(params)

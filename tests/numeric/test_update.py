@@ -16,7 +16,7 @@ import pytest
 from ps.checkpoint import Checkpoint, load, save
 from ps.optimizers import OptimizerError, build
 from ps.settings import AverageSettings
-from ps.update import RestoreError, Snapshot, Updater, parameters_sha256
+from ps.update import RestoreError, Snapshot, Updater, leaves_of, parameters_sha256
 
 ADAM = {"name": "adam", "learning_rate": 1e-2}
 SGD = {"name": "sgd", "learning_rate": 0.1}
@@ -111,7 +111,12 @@ def test_model_state_is_averaged_and_not_optimised() -> None:
 
 
 def test_leaves_that_cannot_be_trained_stay_as_they_are() -> None:
-    params = {"a": np.ones(2, np.float32), "ids": np.array([3, 4]), "m": np.array(True), "z": np.array(1, np.float32)}
+    params = {
+        "a": np.ones(2, np.float32),
+        "ids": np.array([3, 4], np.int8),
+        "m": np.array(True),
+        "z": np.array(1, np.float32),
+    }
     ours = updater(ADAM, params=params)
     assert [leaf.kind for leaf in ours.leaves] == ["trainable", "frozen", "frozen", "trainable"]
     ours.apply([np.ones(2, np.float32), np.array(1, np.float32)], 1)
@@ -122,6 +127,16 @@ def test_leaves_that_cannot_be_trained_stay_as_they_are() -> None:
         ValueError, match=r"^params: expected at least one array of a floating dtype to train, got none$"
     ):
         Updater({"ids": np.array([1])}, None, build(ADAM), None)
+
+
+def test_arrays_are_taken_as_jax_takes_them() -> None:
+    params = {"double": np.zeros(2), "number": 1.5, "ids": np.array([2**31 - 1])}
+    ours = updater(SGD, params=params)
+    assert ours.leaves == leaves_of(*jax.eval_shape(lambda: (jax.tree.map(jnp.asarray, params), None)))
+    assert [(leaf.dtype, leaf.kind) for leaf in ours.leaves] == [
+        ("float32", "trainable"), ("int32", "frozen"), ("float32", "trainable")]  # fmt: skip
+    ours.apply([np.ones(2, np.float32), np.array(1, np.float32)], 1)
+    assert [view.dtype.name for view in ours.weights()] == [leaf.dtype for leaf in ours.leaves]
 
 
 def test_half_precision_is_summed_and_averaged_in_single() -> None:
@@ -232,7 +247,7 @@ def test_a_restored_run_has_the_bits_of_one_that_never_stopped(spec: dict[str, A
 
 
 def test_a_run_restored_from_disk_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    params = parameters() | {"half": np.ones(3, ml_dtypes.bfloat16), "ids": np.arange(3)}
+    params = {"half": np.ones(3, ml_dtypes.bfloat16), "ids": np.arange(3), "empty": np.zeros((0, 2), np.float32)}
     noisy = {"chain": [{"name": "add_noise", "eta": 0.1, "gamma": 0.5, "key": 1}, ADAM]}
     first, second = (updater(noisy, AverageSettings(), params) for _ in range(2))
     sums = [np.ones(leaf.shape, np.float32) for leaf in first.leaves if leaf.kind == "trainable"]
