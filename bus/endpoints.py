@@ -46,7 +46,8 @@ def parse(text: str, default_port: int | None = None) -> Endpoint:
         if default_port is None:
             raise EndpointError(f"address {text!r}: the port is missing; expected tcp://HOST:PORT")
         return Endpoint(host, default_port)
-    if not port_text.isascii() or not port_text.isdigit() or not 0 < int(port_text) < 65536:
+    digits = port_text.isascii() and port_text.isdigit() and len(port_text) <= 5
+    if not digits or not 0 < int(port_text) < 65536:
         raise EndpointError(f"address {text!r}: found port {port_text!r}, expected a number from 1 to 65535 or *")
     return Endpoint(host, int(port_text))
 
