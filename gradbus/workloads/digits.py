@@ -12,12 +12,23 @@ import numpy as np
 from gradbus.workloads import datasets
 from gradbus.workloads.layers import conv, correct, cross_entropy, dropout, he_normal
 
+SHIFT = 0.8  # pixels; the digits fill their 8x8 frame, so a whole pixel would cut them
+
+
+def shifted(x: jax.Array, by: jax.Array) -> jax.Array:
+    """Pictures (batch, n, n) moved by (batch, 2) pixels, down and right, at most 1: bilinear, zeros move in."""
+    place = jnp.arange(x.shape[1], dtype=jnp.float32)
+    apart = place[:, None] - place[None, :]
+    weight = jnp.maximum(0.0, 1.0 - jnp.abs(apart - by[:, :, None, None]))  # (batch, 2, to, from)
+    return jnp.einsum("bij,bjk,blk->bil", weight[:, 0], x, weight[:, 1])
+
 
 class Digits:
-    """conv 3x3x32, conv 3x3x64 with stride 2, dense 128, dense 10, dropout around the third: 151,306 parameters.
+    """conv 3x3x32, conv 3x3x64 with stride 2, dense 128, dense 10: 151,306 parameters.
 
-    Batches are {"image": (batch, 8, 8) uint8 of 0..16, "label": (batch,) uint8}. Test accuracy after 400 steps of adam
-    at 1e-3 with batches of 128, seeds 0..4: 0.981 to 0.986.
+    Trained with dropout of 0.25 and 0.5 around the third layer and with shifts of up to 0.8 pixels. Batches are
+    {"image": (batch, 8, 8) uint8 of 0..16, "label": (batch,) uint8}. Test accuracy after 400 steps of adam at 1e-3 with
+    batches of 128 in 4 shards, seeds 0..4: 0.986 to 0.992, which is 355 to 357 of 360 pictures.
     """
 
     def init(self, key: jax.Array) -> Any:
@@ -34,10 +45,10 @@ class Digits:
         return jnp.mean(cross_entropy(logits, batch["label"])), {"accuracy": jnp.mean(correct(logits, batch["label"]))}
 
     def train_data(self, folder: Path | None) -> dict[str, np.ndarray]:
-        return datasets.digits().train
+        return datasets.digits("train")
 
     def eval_data(self, folder: Path | None) -> dict[str, np.ndarray]:
-        return datasets.digits().test
+        return datasets.digits("test")
 
     def score(self, params: Any, batch: Any) -> dict[str, jax.Array]:
         logits = self._logits(params, batch["image"], None)
@@ -45,13 +56,16 @@ class Digits:
 
     @staticmethod
     def _logits(params: Any, image: jax.Array, key: jax.Array | None) -> jax.Array:
-        """(batch, 10); with dropout if there is a key."""
-        x = image.astype(jnp.float32)[..., None] / 8.0 - 1.0
+        """(batch, 10); with shifts and dropout, as in training, if there is a key."""
+        x = image.astype(jnp.float32) / 8.0
+        if key is not None:
+            where, before, after = jax.random.split(key, 3)
+            x = shifted(x, jax.random.uniform(where, (x.shape[0], 2), jnp.float32, -SHIFT, SHIFT))
+        x = x[..., None] - 1.0
         x = jax.nn.relu(conv(x, params["conv1"]["w"]) + params["conv1"]["b"])
         x = jax.nn.relu(conv(x, params["conv2"]["w"], stride=2) + params["conv2"]["b"])
         x = x.reshape(x.shape[0], -1)
         if key is not None:
-            before, after = jax.random.split(key)
             x = dropout(x, before, 0.25)
         x = jax.nn.relu(x @ params["dense"]["w"] + params["dense"]["b"])
         if key is not None:
