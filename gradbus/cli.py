@@ -138,8 +138,15 @@ def explain(
 
 def main() -> NoReturn:
     """The `gradbus` command."""
-    sys.excepthook = _unexpected
-    sys.exit(run(sys.argv[1:]))
+    try:
+        code = run(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # such as `gradbus explain RUN | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not fail again
+        code = 1
+    finally:
+        sys.excepthook = _unexpected  # now, because typer sets one of its own
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
@@ -152,9 +159,6 @@ def run(arguments: list[str]) -> int:
         return _complain(str(error), 2)
     except (KeyboardInterrupt, typer.Abort):
         return 130
-    except BrokenPipeError:  # such as `gradbus explain RUN | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not fail again
-        return 0
     return code if isinstance(code, int) else 0
 
 

@@ -122,7 +122,7 @@ def create(settings: "Settings", overrides: Sequence[str]) -> RunFolder:
     stem = f"{datetime.now():%Y%m%d-%H%M%S}-{settings.name}"
     try:
         runs.mkdir(parents=True, exist_ok=True)
-        run = RunFolder(_new_folder(runs, stem))
+        run = RunFolder(_new_folder(runs, stem).resolve())
         (run.path / "logs").mkdir()
         run.checkpoints.mkdir()
         run.write_config(dump(settings), overrides)

@@ -1,4 +1,6 @@
-"""Stands for `python -m gradbus.child` in the tests of the launcher: does what scenario.json in the run folder says.
+"""Stands for `python -m gradbus.child` in the tests of the launcher: does what scenario.json says.
+
+It lies in the run folder or beside it.
 
 scenario.json: {name: [[step, ...] of its first life, [step, ...] of its second, ...]}; the last life is repeated.
 Every wait ends with the launcher (the lifeline) and after 20 s.
@@ -31,7 +33,8 @@ role, *arguments = sys.argv[1:]
 options = dict(itertools.pairwise(arguments))
 run = Path(options["--run"] if role == "worker" else arguments[0])
 name = options.get("--name", role)
-lives = json.loads((run / "scenario.json").read_text())[name]
+scenario = next(folder / "scenario.json" for folder in (run, run.parent) if (folder / "scenario.json").exists())
+lives = json.loads(scenario.read_text())[name]
 life = len(list(run.glob(f"started-{name}-*")))
 (run / f"started-{name}-{life}").write_text(
     json.dumps({"pid": os.getpid(), "group": os.getpgrp(), "argv": sys.argv[1:], "env": dict(os.environ)})
