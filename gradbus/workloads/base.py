@@ -141,7 +141,7 @@ def load(spec: str) -> Workload:
     missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
     if missing:
         raise WorkloadError(
-            f"workload {spec}: {name} gives a {type(found).__name__} without {', '.join(missing)}; "
+            f"workload {spec}: {name} is of type {type(found).__name__}, without {', '.join(missing)}; "
             f"expected an object with the methods {', '.join(_METHODS)} (see gradbus.Workload)"
         )
     return cast(Workload, found)
