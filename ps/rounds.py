@@ -45,12 +45,12 @@ class Round:
         self.parts = [{} for _ in range(self.buckets)]
 
     def offer(self, contribution: Contribution) -> Taken | str:
-        """Take ``contribution``, or say in words why not."""
+        """Take ``contribution``, or say in words why not: a kind of fault, and after a colon the details."""
         node = (contribution.low, contribution.high)
         if not tree.is_node(node, self.shards):
-            return f"shards {node[0]}..{node[1] - 1} are no node of the tree over {self.shards} shards"
+            return f"no such shards: {node[0]}..{node[1] - 1} are no node of the tree over {self.shards} shards"
         if not 0 <= contribution.bucket < self.buckets:
-            return f"bucket {contribution.bucket} of {self.buckets}"
+            return f"no such bucket: bucket {contribution.bucket} of {self.buckets}"
         held = self.parts[contribution.bucket]
         if any(tree.contains(other, node) for other in held):
             return "duplicate: these shards have arrived before"
