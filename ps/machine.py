@@ -101,10 +101,10 @@ class Machine:
         self.members = Membership(rules.heartbeat_timeout_s, rules.heartbeat_s, now)
         self.round = Round(version, rules.shards, rules.buckets)
         self.plan: planning.Plan = ()
-        self.revision = 0
+        self.revision = 0  # of the plan: from 1 on while a step is open, so that its first plan is news to all
         self.refused: dict[str, int] = {}
         self.deadline: float | None = None  # of the phase LEAVING, or of a stop that waits for the open step
-        self.idle_since: float | None = now  # no one there to compute
+        self.idle_since: float | None = now  # too few are there to compute
         self.wake_at = now + rules.heartbeat_s
         self._heartbeat_at = now + rules.heartbeat_s
         self._skipped_in_a_row = 0
@@ -143,7 +143,7 @@ class Machine:
             case Hello():
                 return self._hello(event, peer)
             case Malformed():
-                return self._count(event.reason.split(":")[0], Note(f"refused on {event.socket}: {event.reason}"))
+                return self._count("malformed", Note(f"refused on {event.socket}: {event.reason}"))
             case Subscribed():
                 return self._set_ready(self.members.members.get(event.member), subscribed=True)
             case Ready() | Alive() | Fetch() | Leave() | Failure():
@@ -225,14 +225,15 @@ class Machine:
     # Steps
 
     def _open_if_possible(self, now: float) -> list[Action]:
-        here = self.members.plannable()
+        here = len(self.members.plannable())
+        enough = here >= (1 if self._began else self.rules.min_workers)
         if self.phase in (Phase.WAITING, Phase.OPEN):
-            self.idle_since = None if here else now if self.idle_since is None else self.idle_since
+            self.idle_since = None if enough else now if self.idle_since is None else self.idle_since
         if self.phase is not Phase.WAITING:
             return []
         if self.version >= self.rules.steps:
             return self._leave("done", f"version {self.version} is reached", EXIT_DONE, now)
-        if not here or (not self._began and len(here) < self.rules.min_workers):
+        if not enough:
             return []
         self._began = True
         return self._open()
@@ -240,13 +241,13 @@ class Machine:
     def _open(self) -> list[Action]:
         self.phase = Phase.OPEN
         self.round = Round(self.version, self.rules.shards, self.rules.buckets)
-        self.revision, self._troubles = 0, []
+        self.revision, self._troubles = 1, []
         here = self.members.plannable()
         self.plan = planning.divide(self.rules.shards, here) if here else ()
         return [Publish(self.version, self.revision, self.plan)]
 
     def _contribution(self, contribution: Contribution, now: float) -> list[Action]:
-        member = self.members.heard(contribution.member)
+        member = self.members.heard(contribution.member) if contribution.session == self.session else None
         name = member.name if member else f"member {contribution.member}"
         reason = self._unacceptable(contribution)
         if not reason:
@@ -318,7 +319,8 @@ class Machine:
             return []
         if self.phase is Phase.WAITING or not self.members.plannable():
             return self._leave("interrupted", f"asked to stop at version {self.version}", EXIT_INTERRUPTED, now)
-        self.deadline = now + request.grace_s
+        if self.deadline is None:  # to ask again gives no more time
+            self.deadline = now + request.grace_s
         return []
 
     def _leave(self, status: Status, reason: str, exit_code: int, now: float) -> list[Action]:
@@ -358,8 +360,9 @@ class Machine:
         if self.phase is Phase.OPEN and self.deadline is not None and now >= self.deadline:
             reason = f"asked to stop at version {self.version}; its step could not be finished in time"
             return actions + self._leave("interrupted", reason, EXIT_INTERRUPTED, now)
-        if self.idle_since is not None and now - self.idle_since >= self.rules.max_wait_s:
-            return actions + self._leave("failed", self._nobody(), EXIT_TOO_FEW, now)
+        waited_s = 0.0 if self.idle_since is None else now - self.idle_since
+        if self.phase in (Phase.WAITING, Phase.OPEN) and waited_s >= self.rules.max_wait_s:
+            return actions + self._leave("failed", self._too_few(), EXIT_TOO_FEW, now)
         if now >= self._heartbeat_at:
             self._heartbeat_at = now + self.rules.heartbeat_s
             missing: Sequence[Node] = self.round.missing() if self.phase is Phase.OPEN else ()
@@ -367,9 +370,11 @@ class Machine:
             actions += (Reply(member.peer, serving) for member in self.members.members.values())
         return actions
 
-    def _nobody(self) -> str:
-        here = ", ".join(f"{member} {member.doing}" for member in self.members.members.values()) or "nobody had joined"
-        return f"no worker was ready for {self.rules.max_wait_s:g} s ({here})"
+    def _too_few(self) -> str:
+        here = ", ".join(f"{member} {member.doing}" for member in self.members.members.values()) or "nobody is here"
+        ready, wanted = len(self.members.plannable()), self.rules.min_workers
+        found = f"{ready} of {wanted} workers were ready after" if ready else "no worker was ready for"
+        return f"{found} {self.rules.max_wait_s:g} s ({here})"
 
     def _set_wake(self, now: float) -> None:
         self.wake_at = self._heartbeat_at
