@@ -181,8 +181,8 @@ def _next(run: RunFolder, status: str) -> list[str]:
     lines = [f"{command} explain {folder}"]
     if status == "done":
         lines += [f"{command} eval {folder}", f"{command} cluster --resume {folder} train.steps=N   (train on)"]
-    else:
-        lines += [f"{command} cluster --resume {folder}"]
+    elif any(run.checkpoints.glob("version_*")):
+        lines.append(f"{command} cluster --resume {folder}")
     if importlib.util.find_spec("tensorboard") is not None:
         lines.append(f"tensorboard --logdir {folder}")
     return lines

@@ -234,8 +234,10 @@ class Policy:
             verdict = Outcome("interrupted", f"{how} before the parameter server could write a checkpoint", 0)
         else:
             reason = self._reason(PS, code)
-            actions = [Blame(PS, code, reason, "the run was ended; it can be resumed from its last checkpoint")]
-            verdict = Outcome("failed", f"the parameter server failed: {reason}", 1, explained=False)
+            actions = [
+                Blame(PS, code, reason, "the run was ended; its last checkpoint, if there is one, can be resumed")
+            ]
+            verdict = Outcome("failed", f"the parameter server ended: {reason}", 1, explained=False)
         self._verdict = self._verdict or verdict
         for name in sorted(self._running):
             self._give(name, patience_s if name == EVALUATOR else min(patience_s, self.limits.leave_s), now)

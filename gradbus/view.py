@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,8 @@ from gradbus.supervise import Failure
 PLAIN_EVERY_S = 5.0
 DRAW_EVERY_S = 0.25
 MEMBERS_SHOWN = 12
+PACE_REPORTS = 40
+WIDE_ENOUGH = 70  # columns for the whole table of members
 
 
 class View:
@@ -40,10 +43,12 @@ class View:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+        terminal = sys.stdout.isatty()
+        self._console = console or Console(highlight=False, width=None if terminal else 120)
         self._run, self._settings, self._gradbus = run, settings, version
         self._clock = clock
         self._progress: dict[str, Any] = {}
+        self._pace: deque[tuple[float, int]] = deque(maxlen=PACE_REPORTS)  # when which version was reported
         self._phase = "starting the parameter server"
         self._shown_at = float("-inf")
         self._line_of = -1
@@ -73,6 +78,7 @@ class View:
                 self._say(_row("address", address), _row("add a worker", f"{command_name()} worker --ps {address}"))
             case "progress":
                 self._progress = fields
+                self._pace.append((self._clock(), _count(fields, "version")))
             case "note":
                 self.note(str(fields.get("text", "")) if source == "ps" else f"{source}: {fields.get('text', '')}")
             case "evaluated" if isinstance(fields.get("eval"), dict):
@@ -101,7 +107,7 @@ class View:
             self._progress.get("version") != self._line_of and now - self._shown_at >= PLAIN_EVERY_S and self._progress
         ):
             self._shown_at, self._line_of = now, self._progress.get("version", -1)
-            self._say(Text(plain_line(self._progress)))
+            self._say(Text(plain_line(self._progress, self._left_s())))
 
     def end(self, lines: list[RenderableType]) -> None:
         """The last lines, below everything."""
@@ -112,11 +118,23 @@ class View:
             return Text(f"{self._phase} ...", style="bold")
         version, steps = _count(self._progress, "version"), max(1, _count(self._progress, "steps"))
         bar = ProgressBar(total=steps, completed=version)
-        return Group(Text(status_line(self._progress), style="bold", overflow="fold"), bar, _members(self._progress))
+        return Group(
+            Text(status_line(self._progress, self._left_s()), style="bold", overflow="fold"),
+            bar,
+            _members(self._progress),
+        )
+
+    def _left_s(self) -> float | None:
+        """Time to the last step at the pace of late; None as long as that is a guess."""
+        if len(self._pace) < 2:
+            return None
+        (begun, first), (now, last) = self._pace[0], self._pace[-1]
+        left = max(0, _count(self._progress, "steps") - last)
+        return (now - begun) / (last - first) * left if last > first else None
 
     def _say(self, *lines: RenderableType) -> None:
-        for line in lines:
-            self._guard(partial(self._console.print, line))
+        for line in lines:  # text is broken by the terminal, not by us, so that a long command can be copied whole
+            self._guard(partial(self._console.print, line, soft_wrap=isinstance(line, Text)))
 
     def _guard(self, act: Callable[[], object]) -> None:
         """A closed terminal or pipe: be silent from then on."""
@@ -131,7 +149,7 @@ class View:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def status_line(progress: Mapping[str, Any]) -> str:
+def status_line(progress: Mapping[str, Any], left_s: float | None = None) -> str:
     """Where the run is: `step 120/400  loss 0.4321  5123 examples/s  0:07 left`."""
     parts = [f"step {_count(progress, 'version')}/{_count(progress, 'steps')}"]
     if (loss := _number(progress, "loss")) is not None:
@@ -140,15 +158,15 @@ def status_line(progress: Mapping[str, Any]) -> str:
         parts.append(f"average {average:.4f}")
     if (speed := _number(progress, "examples_per_second")) is not None:
         parts.append(f"{speed:,.0f} examples/s")
-    if (left_s := _left_s(progress)) is not None:
+    if left_s is not None:
         parts.append(f"{duration(left_s)} left")
     return "  ".join(parts)
 
 
-def plain_line(progress: Mapping[str, Any]) -> str:
+def plain_line(progress: Mapping[str, Any], left_s: float | None = None) -> str:
     """The same where there is no terminal, with the step in the format of the logs."""
     loss, speed = _number(progress, "loss"), _number(progress, "examples_per_second")
-    seconds, left_s = _number(progress, "seconds_per_step"), _left_s(progress)
+    seconds = _number(progress, "seconds_per_step")
     line = f"step {_count(progress, 'version')}, loss = {'?' if loss is None else f'{loss:.4f}'}"
     if speed is not None and seconds is not None:
         line += f" ({speed:.1f} examples/sec; {seconds:.3f} sec/batch)"
@@ -205,18 +223,23 @@ def _row(label: str, text: str) -> Text:
     return Text.assemble((f"  {label:<14}", "dim"), text)
 
 
-def _members(progress: Mapping[str, Any]) -> RenderableType:
+def _members(progress: Mapping[str, Any], width: int) -> RenderableType:
+    names = ["worker", "host", "doing", "shards", "examples/s"] if width >= WIDE_ENOUGH else ["worker", "doing"]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("worker", "host", "doing"):
-        table.add_column(name, no_wrap=True, overflow="ellipsis")
-    for name in ("shards", "examples/s"):
-        table.add_column(name, no_wrap=True, justify="right")
+    for name in names:
+        numeric = name in ("shards", "examples/s")
+        table.add_column(name, no_wrap=True, overflow="ellipsis", justify="right" if numeric else "left")
     rows = _rows(progress)
     for row in rows[:MEMBERS_SHOWN]:
         speed = _number(row, "examples_per_second")
-        doing = str(row.get("doing") or ("ready" if row.get("ready") else "getting ready"))
-        cells = [str(row.get("name", "?")), str(row.get("host", "")), doing, str(row.get("shards", ""))]
-        table.add_row(*map(Text, cells), Text("" if speed is None else f"{speed:,.0f}"))
+        cells = {
+            "worker": str(row.get("name", "?")),
+            "host": str(row.get("host", "")),
+            "doing": str(row.get("doing") or ("ready" if row.get("ready") else "getting ready")),
+            "shards": str(row.get("shards", "")),
+            "examples/s": "" if speed is None else f"{speed:,.0f}",
+        }
+        table.add_row(*(Text(cells[name]) for name in names))
     more = len(rows) - MEMBERS_SHOWN
     return Group(table, Text(f"... and {more} more", style="dim")) if more > 0 else table
 
@@ -233,9 +256,3 @@ def _number(fields: Mapping[str, Any], key: str) -> float | None:
 
 def _count(fields: Mapping[str, Any], key: str) -> int:
     return int(_number(fields, key) or 0)
-
-
-def _left_s(progress: Mapping[str, Any]) -> float | None:
-    seconds = _number(progress, "seconds_per_step")
-    left = _count(progress, "steps") - _count(progress, "version")
-    return None if seconds is None else max(0, left) * seconds

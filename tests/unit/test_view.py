@@ -40,7 +40,6 @@ def view(width=100, terminal=False, file=None, clock=None):
         width=width,
         force_terminal=terminal,
         color_system="truecolor" if terminal else None,
-        soft_wrap=not terminal,
         highlight=False,
         legacy_windows=False,
     )
@@ -68,7 +67,7 @@ def test_lines_without_a_terminal_come_every_few_seconds():
 
 
 def test_the_plain_line_has_the_format_of_the_logs():
-    assert plain_line(PROGRESS) == (
+    assert plain_line(PROGRESS, 7.2) == (
         "step 120, loss = 0.4321 (5123.4 examples/sec; 0.025 sec/batch), of 400, 1 worker, 0:07 left"
     )
 
@@ -77,6 +76,16 @@ def test_the_plain_line_has_the_format_of_the_logs():
 def test_missing_numbers_are_left_out(progress):
     assert plain_line(progress).startswith("step ")
     assert status_line(progress).startswith("step ")
+
+
+def test_the_time_left_follows_the_pace():
+    clock = Clock()
+    shown, file = view(clock=clock)
+    for version in (100, 110, 120):  # 5 versions a second
+        shown.reported("ps", "progress", PROGRESS | {"version": version, "seconds_per_step": 99.0})
+        clock.now += 2
+    shown.tick()
+    assert file.getvalue().endswith("0:56 left\n")
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
@@ -116,6 +125,12 @@ def test_notes_and_failures_are_told_at_once():
         "  version 100: accuracy 0.9500 (evaluation)",
         "  w0 (vm, pid 71): killed by SIGKILL; starts again in 1 s; log: /r/logs/w0.log",
     ]
+
+
+def test_the_line_to_copy_is_never_broken():
+    shown, file = view(width=30)
+    shown.reported("ps", "listening", {"control": "tcp://192.168.100.200:47110"})
+    assert any(line.endswith(" worker --ps tcp://192.168.100.200:47110") for line in file.getvalue().splitlines())
 
 
 class Closed(io.StringIO):
