@@ -121,7 +121,7 @@ class View:
         return Group(
             Text(status_line(self._progress, self._left_s()), style="bold", overflow="fold"),
             bar,
-            _members(self._progress),
+            _members(self._progress, self._console.width),
         )
 
     def _left_s(self) -> float | None:
