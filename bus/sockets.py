@@ -102,7 +102,6 @@ class _Sockets:
         made = self._context.socket(kind)
         self._open.append(made)
         made.set(zmq.LINGER, LINGER_MS)
-        made.set(zmq.IPV6, 1)
         made.set(zmq.TCP_KEEPALIVE, 1)
         made.set(zmq.HEARTBEAT_IVL, round(self._settings.heartbeat_s * 1000))
         made.set(zmq.HEARTBEAT_TIMEOUT, round(self._settings.heartbeat_timeout_s * 1000))
@@ -131,8 +130,10 @@ class _Sockets:
         self._inboxes = [(name, inbox) for name, inbox in self._inboxes if not inbox.closed]
         self._open = [each for each in self._open if not each.closed]
 
-    def close(self) -> None:
-        """Close everything; what is queued gets ``LINGER_MS`` to leave."""
+    def close(self, *, linger: bool = True) -> None:
+        """Close everything; what is queued gets ``LINGER_MS`` to leave, if it is to ``linger``."""
+        for each in self._open:
+            each.set(zmq.LINGER, LINGER_MS if linger else 0)
         self._close(*self._open)
         self._context.term()
         self.waker.close()
@@ -174,6 +175,7 @@ class ServerSockets(_Sockets):
     def _bind(self, each: "zmq.Socket[bytes]", endpoint: Endpoint, offset: int) -> str:
         port = None if endpoint.port is None else endpoint.port + offset
         address = bind_address(endpoint._replace(port=port), "bus.bind")
+        each.set(zmq.IPV6, int("[" in address))
         give_up_at = time.monotonic() + BIND_RETRY_S
         while True:
             try:
@@ -216,17 +218,18 @@ class WorkerSockets(_Sockets):
 
     def redial(self) -> None:
         self._close(self._control)
-        # A routing id of our own, new for each dial, lets the PS know us again when TCP reconnects by itself.
-        # IMMEDIATE: nothing is queued for a connection that is not there, so nothing old arrives when it comes back.
+        # A routing id of our own, new for each dial, lets the PS know us again when TCP reconnects by itself. Not
+        # IMMEDIATE: with it, what has arrived but is not read yet is lost when the PS closes the connection.
         identity = b"w" + secrets.token_bytes(15)
-        self._control = self._socket(zmq.DEALER, ROUTING_ID=identity, IMMEDIATE=1, SNDHWM=100)
-        self._control.connect(self._address)
+        self._control = self._socket(zmq.DEALER, ROUTING_ID=identity, SNDHWM=100)
+        _connect(self._control, self._address)
         self._listen("control", self._control)
 
     def follow(self, member: int, gradients: str, weights: str, bucket_bytes: int) -> None:
         self.forsake()
+        # IMMEDIATE: nothing is queued for a connection that is not there, so nothing old arrives when it comes back.
         self._gradients = self._socket(zmq.PUSH, IMMEDIATE=1, SNDHWM=64)
-        self._gradients.connect(gradients)
+        _connect(self._gradients, gradients)
         self._weights = self._socket(zmq.SUB, RCVHWM=1000, MAXMSGSIZE=bucket_bytes + CONTROL_LIMIT_BYTES)
         for topic in (
             Weights.kind,
@@ -235,7 +238,7 @@ class WorkerSockets(_Sockets):
             _MEMBER_TOPIC % member,
         ):  # the last tells the PS that all are there
             self._weights.subscribe(topic)
-        self._weights.connect(weights)
+        _connect(self._weights, weights)
         self._listen("weights", self._weights)
 
     def forsake(self) -> None:
@@ -261,8 +264,13 @@ class ObserverSockets(_Sockets):
         self._weights = self._socket(zmq.SUB, RCVHWM=1000, MAXMSGSIZE=bucket_bytes + CONTROL_LIMIT_BYTES)
         for kind in kinds:
             self._weights.subscribe(kind)
-        self._weights.connect(weights)
+        _connect(self._weights, weights)
         self._listen("weights", self._weights)
+
+
+def _connect(each: "zmq.Socket[bytes]", address: str) -> None:
+    each.set(zmq.IPV6, int("[" in address))
+    each.connect(address)
 
 
 def _send(target: "zmq.Socket[bytes]", route: list[bytes], message: Message, payload: Bytes | None) -> bool:

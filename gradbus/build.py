@@ -21,7 +21,7 @@ import msgspec
 from bus.endpoints import DEFAULT_PORT, parse
 from bus.errors import BusError, LayoutError
 from bus.layout import first_difference, gradient_layout, weights_layout
-from bus.messages import Evaluate, Hello, Stop, Welcome
+from bus.messages import Hello, Welcome
 from bus.settings import BusSettings
 from bus.sockets import ObserverSockets, ServerSockets, WorkerSockets
 from gradbus import settings as settings_module
@@ -54,7 +54,14 @@ from worker.executor import ThreadExecutor
 from worker.machine import Machine as WorkerMachine
 
 # Errors whose text is made for people already.
-PLAIN_ERRORS = (WorkloadError, DataError, BusError, optimizers.OptimizerError, checkpoints.CheckpointError)
+PLAIN_ERRORS = (
+    WorkloadError,
+    DataError,
+    BusError,
+    optimizers.OptimizerError,
+    checkpoints.CheckpointError,
+    settings_module.SettingsError,
+)
 
 log = logging.getLogger("gradbus")
 
@@ -83,6 +90,19 @@ def one_line(error: BaseException) -> str:
     own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
     place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
     return f"{type(error).__name__}{': ' if text else ''}{text[:300]}{place}"
+
+
+def kind_of(error: BaseException) -> str:
+    """What a failure is about, as the launcher sorts them: ``internal`` is a fault of ours."""
+    kinds: dict[type[Exception], str] = {
+        WorkloadError: "workload",
+        DataError: "data",
+        optimizers.OptimizerError: "settings",
+        settings_module.SettingsError: "settings",
+        checkpoints.CheckpointError: "checkpoint",
+        BusError: "bind",
+    }
+    return next((kind for known, kind in kinds.items() if isinstance(error, known)), "internal")
 
 
 def versions() -> dict[str, str]:
@@ -218,14 +238,12 @@ def worker(
     return client, sockets
 
 
-def observer(run: RunFolder, settings: Settings, reporter: Reporter) -> tuple[Observer, ObserverSockets]:
-    """The evaluator of ``run``. Subscribes before it loads anything, so that nothing is missed meanwhile."""
-    addresses = run.read_manifest()["addresses"]
-    sockets = ObserverSockets(addresses["weights"], settings.bus, (Evaluate.kind, Stop.kind), settings.bus.bucket_bytes)
+def observer(run: RunFolder, settings: Settings, reporter: Reporter, sockets: ObserverSockets) -> Observer:
+    """The evaluator of ``run``."""
     evaluation, leaves = _evaluation(settings)
-    metrics = Metrics(run.metrics, run.path / "events" / "eval")
+    metrics = Metrics(run.metrics, events=run.path / "eval")
     layout = weights_layout(leaves, settings.bus.bucket_bytes)
-    return Observer(sockets, layout, evaluation, metrics, reporter), sockets
+    return Observer(sockets, layout, evaluation, metrics, reporter)
 
 
 def evaluate_checkpoint(settings: Settings, checkpoint: checkpoints.Checkpoint) -> dict[str, float]:

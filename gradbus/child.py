@@ -18,7 +18,7 @@ from types import FrameType
 from gradbus.records import RunFolder
 from gradbus.report import Reporter, lifeline
 
-EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
+EXIT_FAILED, EXIT_USAGE, EXIT_NO_SERVER, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 3, 130, 143
 ORPHAN_GRACE_S = 10.0  # once the launcher is gone
 
 log = logging.getLogger("gradbus")
@@ -42,126 +42,150 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     _log_to_stderr()
     _end_with_launcher()
+    # Until there is something to end in order, a signal ends the process.
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(EXIT_TERMINATED))
     match options.role:
         case "ps":
-            return _run_ps(options.run, options.resume)
+            return _told(lambda reporter: _run_ps(options.run, options.resume, reporter))
         case "evaluator":
-            return _run_evaluator(options.run)
+            return _told(lambda reporter: _run_evaluator(options.run, reporter))
         case "eval":
             return run_eval(options.run, None)
         case _:
             return run_worker(options.ps, options.name, None)
 
 
-def _run_ps(folder: Path, resume: Path | None) -> int:
+def _run_ps(folder: Path, resume: Path | None, reporter: Reporter) -> int:
     from gradbus.settings import load
 
-    run, reporter = RunFolder(folder), Reporter()
+    run = RunFolder(folder)
     settings = load(run.config)
     _set_threads(settings.train.threads, cpu=True)
-    with _reporting(reporter):
-        from gradbus.build import service
+    from gradbus.build import service
 
-        built = service(run, settings, reporter, resume)
-        server, recorder = built.server, built.recorder
-        with _on_signal(lambda code: server.request_stop(), built.sockets.waker.fileno()):
-            outcome = server.run()
-        built.sockets.close()
-        server.close()
-        recorder.close()
-        reporter.event(
-            "finished",
-            status=outcome.status,
-            reason=outcome.reason,
-            version=server.machine.version,
-            loss=server.loss,
-            params_sha256=server.parameters_sha256(),
-            examples_per_second=recorder.examples_per_second,
-            wall_seconds=recorder.wall_seconds,
-            workers=recorder.joined,
-            refused=server.machine.refused,
-            exit_code=outcome.exit_code,
-        )
-        return outcome.exit_code
-    return EXIT_USAGE
+    built = service(run, settings, reporter, resume)
+    server, recorder = built.server, built.recorder
+    with _on_signal(lambda code: server.request_stop(), built.sockets.waker.fileno()):
+        outcome = server.run()
+    built.sockets.close()
+    server.close()
+    recorder.close()
+    reporter.event(
+        "finished",
+        status=outcome.status,
+        reason=outcome.reason,
+        version=server.machine.version,
+        loss=server.loss,
+        params_sha256=server.parameters_sha256(),
+        examples_per_second=recorder.examples_per_second,
+        wall_seconds=recorder.wall_seconds,
+        workers=recorder.joined,
+        refused=server.machine.refused,
+        exit_code=outcome.exit_code,
+    )
+    return outcome.exit_code
 
 
 def run_worker(address: str, name: str | None, data_dir: str | None) -> int:
     """Join the PS at ``address`` and work until the run is over. The exit code; 0 when the PS said that it is over."""
-    from bus.settings import BusSettings
+    _log_to_stderr()
+    code = _told(lambda reporter: _run_worker(address, name, data_dir, reporter))
+    _leave_at_once(code)
+    return code
 
-    reporter = Reporter()
+
+def _run_worker(address: str, name: str | None, data_dir: str | None, reporter: Reporter) -> int:
+    from bus.settings import BusSettings
 
     def note(text: str) -> None:
         log.info("%s", text)
         reporter.event("note", text=text)
 
-    with _reporting(reporter):
-        from gradbus.build import worker
+    from gradbus.build import worker
 
-        client, sockets = worker(address, name, data_dir, BusSettings(), note)
-        with _on_signal(client.request_stop, sockets.waker.fileno()):
-            outcome = client.run()
-        sockets.close()
-        if outcome.exit_code in (0, EXIT_INTERRUPTED, EXIT_TERMINATED):
-            log.info("%s", outcome.reason)
-            reporter.event("left")
-        else:
-            log.error("%s", outcome.reason)
-            kind = "connect" if outcome.exit_code == 3 else "workload"
-            reporter.event("failed", kind=kind, reason=outcome.reason)
-        return _leave_at_once(outcome.exit_code)
-    return EXIT_USAGE
+    client, sockets = worker(address, name, data_dir, BusSettings(), note)
+    with _on_signal(client.request_stop, sockets.waker.fileno()):
+        outcome = client.run()
+    sockets.close(linger=outcome.exit_code != 0)
+    if outcome.exit_code in (0, EXIT_INTERRUPTED, EXIT_TERMINATED):
+        log.info("%s", outcome.reason)
+        reporter.event("left")
+    else:
+        log.error("%s", outcome.reason)
+        kind = "connect" if outcome.exit_code == EXIT_NO_SERVER else "workload"
+        reporter.event("failed", kind=kind, reason=outcome.reason)
+    return outcome.exit_code
 
 
-def _run_evaluator(folder: Path) -> int:
+def _run_evaluator(folder: Path, reporter: Reporter) -> int:
     from gradbus.settings import load
 
-    run, reporter = RunFolder(folder), Reporter()
+    run = RunFolder(folder)
     settings = load(run.config)
     _set_threads(settings.train.threads, cpu=True)
     with contextlib.suppress(OSError):  # evaluation takes what training leaves
         os.nice(10)
-    with _reporting(reporter):
-        from gradbus.build import observer
+    from bus.messages import Evaluate, Stop
+    from bus.sockets import ObserverSockets
 
-        watcher, sockets = observer(run, settings, reporter)
-        with _on_signal(lambda code: watcher.request_stop(), sockets.waker.fileno()):
-            watcher.run()
-        sockets.close()
-        return 0
-    return EXIT_USAGE
+    address = run.read_manifest()["addresses"]["weights"]
+    sockets = ObserverSockets(address, settings.bus, (Evaluate.kind, Stop.kind), settings.bus.bucket_bytes)
+    from gradbus.build import observer  # JAX, after the subscription: nothing is missed meanwhile
+
+    watcher = observer(run, settings, reporter, sockets)
+    with _on_signal(lambda code: watcher.request_stop(), sockets.waker.fileno()):
+        watcher.run()
+    sockets.close()
+    return 0
 
 
 def run_eval(folder: Path, version: int | None) -> int:
     """Evaluate a checkpoint of the run in ``folder``, the newest by default; print the result, and report it."""
+    return _told(lambda reporter: _run_eval(folder, version, reporter))
+
+
+def _run_eval(folder: Path, version: int | None, reporter: Reporter) -> int:
     from gradbus.records import Metrics
     from gradbus.settings import load
 
-    run, reporter = RunFolder(folder), Reporter()
+    run = RunFolder(folder)
     settings = load(run.config)
     _set_threads(settings.train.threads, cpu=True)
-    with _reporting(reporter):
-        from gradbus.build import evaluate_checkpoint
-        from ps import checkpoint as checkpoints
+    from gradbus.build import evaluate_checkpoint
+    from ps import checkpoint as checkpoints
 
-        path = run.checkpoints / f"version_{version:06d}" if version is not None else None
-        if path is None:
-            path, passed_over = checkpoints.newest(run.checkpoints)
-            for line in passed_over:
-                print(line, file=sys.stderr)
-        if path is None or not path.is_dir():
-            there = ", ".join(sorted(each.name for each in run.checkpoints.glob("version_*"))) or "none"
-            raise checkpoints.CheckpointError(f"{run.checkpoints}: no such checkpoint; there are: {there}")
-        saved = checkpoints.load(path)
-        result = evaluate_checkpoint(settings, saved)
-        metrics = Metrics(run.metrics, run.path / "events" / "eval")
-        metrics.append({"version": saved.version, "eval": result})
-        metrics.close()
-        print(f"version {saved.version}: " + ", ".join(f"{name} = {value:.4f}" for name, value in result.items()))
-        reporter.event("evaluated", version=saved.version, eval=result, seconds=None)
-        return 0
-    return EXIT_USAGE
+    path = run.checkpoints / f"version_{version:06d}" if version is not None else None
+    if path is None:
+        path, passed_over = checkpoints.newest(run.checkpoints)
+        for line in passed_over:
+            log.warning("%s", line)
+    if path is None or not path.is_dir():
+        there = ", ".join(sorted(each.name for each in run.checkpoints.glob("version_*"))) or "none"
+        raise checkpoints.CheckpointError(f"{run.checkpoints}: no such checkpoint; there are: {there}")
+    saved = checkpoints.load(path)
+    result = evaluate_checkpoint(settings, saved)
+    metrics = Metrics(run.metrics, events=run.path / "eval")
+    metrics.append({"version": saved.version, "eval": result})
+    metrics.close()
+    print(f"version {saved.version}: " + ", ".join(f"{name} = {value:.4f}" for name, value in result.items()))
+    reporter.event("evaluated", version=saved.version, eval=result, seconds=None)
+    return 0
+
+
+def _told(run: Callable[[Reporter], int]) -> int:
+    """The exit code of ``run``. What ends it before its time is told in one line, to the launcher and in the log."""
+    reporter = Reporter()
+    try:
+        return run(reporter)
+    except Exception as error:
+        from gradbus.build import kind_of, one_line
+
+        kind = kind_of(error)
+        log.error("%s", one_line(error), exc_info=kind == "internal")
+        reporter.event("failed", kind=kind, reason=one_line(error))
+        return EXIT_FAILED if kind == "internal" else EXIT_USAGE
+    finally:
+        reporter.close()
 
 
 def _set_threads(threads: int, *, cpu: bool) -> None:
@@ -173,31 +197,6 @@ def _set_threads(threads: int, *, cpu: bool) -> None:
 def _log_to_stderr() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s.%(msecs)03d: %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     logging.getLogger("jax").setLevel(logging.WARNING)
-
-
-@contextlib.contextmanager
-def _reporting(reporter: Reporter) -> Iterator[None]:
-    """Whatever ends the process before its time is told in one line, to the launcher and in the log."""
-    try:
-        yield
-    except Exception as error:
-        from bus.errors import BusError
-        from gradbus.build import one_line
-        from gradbus.workloads.base import DataError, WorkloadError
-        from ps.checkpoint import CheckpointError
-        from ps.optimizers import OptimizerError
-
-        kinds = {
-            WorkloadError: "workload", DataError: "data", OptimizerError: "settings", CheckpointError: "checkpoint",
-            BusError: "bind",
-        }  # fmt: skip
-        kind = next((word for known, word in kinds.items() if isinstance(error, known)), "internal")
-        log.error("%s", one_line(error), exc_info=kind == "internal")
-        reporter.event("failed", kind=kind, reason=one_line(error))
-        if kind == "internal":
-            raise SystemExit(EXIT_FAILED) from None
-    finally:
-        reporter.close()
 
 
 @contextlib.contextmanager
@@ -228,7 +227,7 @@ def _end_with_launcher() -> None:
     lifeline(end)
 
 
-def _leave_at_once(exit_code: int) -> int:
+def _leave_at_once(exit_code: int) -> None:
     """The computing thread may be deep in XLA: the interpreter must not wait for it, nor tear JAX down under it."""
     logging.shutdown()
     sys.stdout.flush()

@@ -18,9 +18,10 @@ from bus.messages import Evaluate, Leaf, Stop
 from bus.sockets import ObserverSockets
 from gradbus.records import Metrics
 from gradbus.report import Reporter
-from gradbus.workloads.base import StatefulWorkload, Workload, is_stateful
+from gradbus.workloads.base import is_stateful
 
 LONGEST_WAIT_S = 1.0
+QUIET_S = 0.2  # after a stop was asked for: what is on its way arrives within this time
 
 log = logging.getLogger("gradbus.eval")
 
@@ -28,20 +29,19 @@ log = logging.getLogger("gradbus.eval")
 class Evaluation:
     """Scores weights. ``data`` is the workload's evaluation set, ``batch_size`` only a matter of speed and memory."""
 
-    def __init__(
-        self, workload: Workload | StatefulWorkload, data: Any, *, batch_size: int, leaves: Sequence[Leaf], seed: int
-    ) -> None:
+    def __init__(self, workload: Any, data: Any, *, batch_size: int, leaves: Sequence[Leaf], seed: int) -> None:
         self._data, self._kinds = data, [leaf.kind for leaf in leaves]
         self._examples = int(jax.tree.leaves(data)[0].shape[0])
         self._batch_size = min(batch_size, self._examples)
         key = jax.random.key(seed)
         params = jax.tree.structure(jax.eval_shape(workload.init, key))
-        stateful = is_stateful(workload)
         state = jax.tree.structure(jax.eval_shape(workload.init_state, key) if is_stateful(workload) else ())
 
-        def score(weights: list[jax.Array], kept: list[jax.Array], batch: Any) -> dict[str, jax.Array]:
-            states = (jax.tree.unflatten(state, kept),) if stateful else ()
-            return dict(workload.score(jax.tree.unflatten(params, weights), *states, batch))
+        def score(weights: list[jax.Array], kept: list[jax.Array], batch: Any) -> Any:
+            tree = jax.tree.unflatten(params, weights)
+            if is_stateful(workload):
+                return workload.score(tree, jax.tree.unflatten(state, kept), batch)
+            return workload.score(tree, batch)
 
         self._score = jax.jit(score)
 
@@ -83,7 +83,8 @@ class Observer:
     def run(self) -> None:
         """Until the run is over and the last that arrived is evaluated."""
         while True:
-            wait_s = 0.0 if self._whole or self._over or self._stop_requested else LONGEST_WAIT_S
+            ending = self._over or self._stop_requested
+            wait_s = 0.0 if self._whole else QUIET_S if ending else LONGEST_WAIT_S
             arrival = self._sockets.receive(wait_s)
             if arrival is not None:
                 self._take(arrival.message, arrival.payload)
@@ -91,7 +92,7 @@ class Observer:
                 version, buffer = self._whole
                 self._whole = None
                 self._evaluate(version, buffer)
-            elif self._over or self._stop_requested:
+            elif ending:
                 return
 
     def _take(self, message: object, payload: Bytes | None) -> None:

@@ -239,6 +239,8 @@ class Policy:
             ]
             verdict = Outcome("failed", f"the parameter server ended: {reason}", 1, explained=False)
         self._verdict = self._verdict or verdict
+        if EVALUATOR in self._running:  # it ends when it has evaluated what has reached it
+            actions.append(Terminate(EVALUATOR))
         for name in sorted(self._running):
             self._give(name, patience_s if name == EVALUATOR else min(patience_s, self.limits.leave_s), now)
         return actions

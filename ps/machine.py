@@ -327,13 +327,12 @@ class Machine:
         """Save what is there, tell everyone, and give them time to go."""
         self.phase, self._ending, self.deadline = Phase.LEAVING, (status, reason, exit_code), now + LEAVING_S
         stop = Stop(self.session, self.version, reason)
-        actions: list[Action] = [Broadcast(stop)]
+        actions: list[Action] = [PublishEvaluation(self.version)] if self.rules.evaluate else []
+        actions.append(Broadcast(stop))
         actions += (Reply(member.peer, stop) for member in self.members.members.values())
         if self._saved != self.version:
             self._saved = self.version
             actions.append(Save(self.version, True))
-        if self.rules.evaluate:
-            actions.append(PublishEvaluation(self.version))
         return actions if self.members.members else actions + self._finish()
 
     def _finish(self) -> list[Action]:

@@ -109,6 +109,11 @@ class Server:
         self._do(self.machine.handle(Tick(), now=self._clock()))
         self._hear_saver()
 
+    @property
+    def loss(self) -> float | None:
+        """Of the last step that had examples."""
+        return self._history.loss
+
     def parameters_sha256(self) -> str:
         """Of the current weights, as the summary states it."""
         return parameters_sha256(self._layout.views(self._current))
