@@ -219,7 +219,7 @@ class Machine:
                 return [Prepare(event)]
             case Prepared() if self.phase is Phase.PREPARING and self.welcome is not None:
                 if event.session != self.welcome.session:
-                    return [Prepare(self.welcome)]
+                    return []  # of a session that is over; this one's is on its way
                 self.phase = Phase.SERVING
                 return [Send(Ready(self.welcome.session, self.welcome.member, event.device))]
             case Unable():
