@@ -451,12 +451,12 @@ def test_nobody_waits_long_for_the_answer_to_a_goodbye() -> None:
 
 
 @pytest.mark.parametrize(
-    "event", [StopRequested(130), Refusal(True, "older session; join again")], ids=["asked again", "not known there"]
+    ("event", "exit_code"), [(StopRequested(130), 130), (Refusal(True, "older session; join again"), 143)]
 )
-def test_a_second_request_or_a_server_that_knows_it_no_more_ends_the_wait(event: Any) -> None:
+def test_a_second_request_or_a_server_that_knows_it_no_more_ends_the_wait(event: Any, exit_code: int) -> None:
     worker = served()
     worker.tell(StopRequested(143))
-    assert worker.tell(event)[-1] == Exit(143, "asked to stop")
+    assert worker.tell(event)[-1] == Exit(exit_code, "asked to stop")
 
 
 def test_a_goodbye_is_only_waited_for_when_it_was_said() -> None:
