@@ -59,11 +59,11 @@ INSTALL = { $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 endif
 
 $(RUN): pyproject.toml constraints.txt
-	@echo "installing into $(VENV) (once)"
+	@echo "installing into $(VENV) (once; about a minute)"
 	@$(INSTALL) -e '.[tb,data]'
 	@touch $@
 
 $(DEV): pyproject.toml constraints.txt
-	@echo "installing into $(VENV), with development tools (once)"
+	@echo "installing into $(VENV), with development tools (once; about a minute)"
 	@$(INSTALL) -e '.[tb,data,dev]'
 	@touch $@ $(RUN)

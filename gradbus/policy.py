@@ -7,7 +7,8 @@
     the last worker is out                   ask the PS to stop; the run has failed
     the evaluator dies                       training goes on; the last version is evaluated at the end
     the PS dies                              end everything; the run has failed and can be resumed
-    the PS has finished                      the others get a bounded time to leave by themselves
+    the PS has finished                      the evaluator is asked to end with the last version, the others get a
+                                             bounded time to leave by themselves
     first signal                             ask the PS to finish its step, to checkpoint and to send everyone home
     second signal                            kill everything
 
@@ -57,6 +58,7 @@ class Limits:
     evaluator_s   for the evaluator to finish with the last version
     evaluation_s  for the evaluation that the launcher starts where the evaluator's is missing
     alone_s       for the PS to finish after the last worker left in good order
+    echo_s        in which SIGTERM or SIGHUP again is no second wish: make and shells pass on what the group got, too
     backoff_s     before the first restart of a worker; doubled at each further one, up to backoff_limit_s
     """
 
@@ -67,6 +69,7 @@ class Limits:
     evaluator_s: float = 120.0
     evaluation_s: float = 600.0
     alone_s: float = 30.0
+    echo_s: float = 1.0
     backoff_s: float = 1.0
     backoff_limit_s: float = 15.0
 
@@ -117,6 +120,7 @@ class Policy:
         self._evaluation_tried = False
         self._finished: Finished | None = None
         self._signal: int | None = None
+        self._signalled_at = 0.0
         self._verdict: Outcome | None = None
 
     def begin(self) -> list[Action]:
@@ -185,10 +189,13 @@ class Policy:
     def _signalled(self, number: int, now: float) -> list[Action]:
         self._due.clear()
         if self._signal is not None:
+            echo = number == self._signal != signal.SIGINT and now - self._signalled_at < self.limits.echo_s
+            if echo:
+                return []
             for name in sorted(self._running):
                 self._ladder[name] = (now + self.limits.kill_s, _Rung.GIVE_UP)
             return [Kill(name) for name in sorted(self._running)]
-        self._signal = number
+        self._signal, self._signalled_at = number, now
         if PS in self._running:
             return [Note("stopping after this step; once more to kill everything now"), *self._stop_ps(now)]
         for name in sorted(self._running):
@@ -240,7 +247,7 @@ class Policy:
             verdict = Outcome("failed", f"the parameter server ended: {reason}", 1, explained=False)
         self._verdict = self._verdict or verdict
         if EVALUATOR in self._running:  # it ends when it has evaluated what has reached it
-            actions.append(Terminate(EVALUATOR))
+            actions.append(Ask(EVALUATOR))
         for name in sorted(self._running):
             self._give(name, patience_s if name == EVALUATOR else min(patience_s, self.limits.leave_s), now)
         return actions

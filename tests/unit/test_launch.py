@@ -41,13 +41,16 @@ GOOD = {
         [
             LISTENING,
             ["until", "enough"],
+            ["until", "watched"],
             ["report", "progress", PROGRESS],
             ["report", "finished", FINISHED],
             ["touch", "over"],
         ]
     ],
     "w0": [[["touch", "enough"], ["until", "over"], ["report", "left", {}]]],
-    "evaluator": [[["until", "over"], ["report", "evaluated", {"version": 40, "eval": {"accuracy": 0.973}}]]],
+    "evaluator": [
+        [["touch", "watched"], ["until", "over"], ["report", "evaluated", {"version": 40, "eval": {"accuracy": 0.973}}]]
+    ],
 }
 
 

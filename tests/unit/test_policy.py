@@ -70,7 +70,9 @@ def test_workers_wait_for_the_ps_to_listen():
 
 def test_a_run_that_goes_well():
     policy = begun()
-    assert feed(policy, Evaluated(40), DONE, Ended("ps", 0), Ended("w0", 0), Ended("w1", 0)) == []
+    assert feed(policy, Evaluated(40), DONE, Ended("w0", 0)) == []
+    assert feed(policy, Ended("ps", 0)) == [Ask("evaluator")], "it may not have heard of the end"
+    assert feed(policy, Ended("w1", 0)) == []
     assert policy.outcome is None, "the evaluator is still there"
     assert feed(policy, Ended("evaluator", 0)) == []
     assert summary(policy) == ("done", 0)
@@ -184,8 +186,9 @@ def test_the_evaluator_never_ends_a_run():
 @pytest.mark.parametrize("code", [-11, -9, 1, 0])
 def test_the_death_of_the_ps_ends_the_run(code):
     policy = begun()
-    (blame,) = feed(policy, Ended("ps", code), now=50.0)
+    blame, ask = feed(policy, Ended("ps", code), now=50.0)
     assert describe_exit(code) in blame.reason and "resumed" in blame.answer
+    assert ask == Ask("evaluator")
     assert feed(policy, Tick(), now=50.0) == [Terminate("evaluator"), Terminate("w0"), Terminate("w1")]
     feed(policy, Ended("evaluator", -15), Ended("w0", -15), Ended("w1", -15))
     assert summary(policy) == ("failed", 1)
@@ -260,6 +263,14 @@ def test_the_second_signal_kills_at_once():
     assert summary(policy) == ("interrupted", 130)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_echo_of_a_signal_is_no_second_signal(number):
+    policy = begun(workers=0, evaluator=False)
+    feed(policy, Signalled(number), now=20.0)
+    assert feed(policy, Signalled(number), now=20.1) == []
+    assert feed(policy, Signalled(number), now=21.5) == [Kill("ps")]
+
+
 def test_a_signal_before_the_ps_listens():
     policy = begun(listening=False)
     assert without_notes(feed(policy, Signalled(signal.SIGINT))) == [Ask("ps")]
@@ -302,7 +313,7 @@ def test_those_who_stay_after_the_end_are_ended():
 
 def test_who_cannot_be_killed_is_named_and_not_waited_for():
     policy = begun(workers=0, evaluator=False)
-    feed(policy, Signalled(signal.SIGTERM), Signalled(signal.SIGTERM), now=1.0)
+    feed(policy, Signalled(signal.SIGINT), Signalled(signal.SIGINT), now=1.0)
     (note,) = feed(policy, Tick(), now=6.0)
     assert isinstance(note, Note) and "ps does not end" in note.text
     assert policy.outcome is not None and policy.outcome.exit_code != 0

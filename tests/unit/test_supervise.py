@@ -24,9 +24,9 @@ LISTENING = ["report", "listening", {"control": "tcp://127.0.0.1:4711", "session
 DONE = ["report", "finished", {"status": "done", "version": 40, "exit_code": 0, "loss": 0.5}]
 EVALUATED = ["report", "evaluated", {"version": 40, "eval": {"accuracy": 0.97}, "seconds": 0.1}]
 
-PS = [LISTENING, ["until", "enough"], DONE, ["touch", "over"]]
+PS = [LISTENING, ["until", "enough"], ["until", "watched"], DONE, ["touch", "over"]]
 WORKER = [["report", "joined", {"member": 1}], ["touch", "enough"], ["until", "over"], ["report", "left", {}]]
-EVALUATOR = [["until", "over"], EVALUATED]
+EVALUATOR = [["touch", "watched"], ["until", "over"], EVALUATED]
 
 
 class Witness:
@@ -152,7 +152,7 @@ def test_a_workload_that_raises_everywhere(run):
 
 
 def test_the_final_evaluation_is_made_up_for(run):
-    result = supervise(run, lives={"evaluator": [[["exit", 1]]]})
+    result = supervise(run, lives={"evaluator": [[["touch", "watched"], ["exit", 1]]]})
     assert result.outcome.status == "done"
     assert result.evaluations[40]["eval"] == {"accuracy": 0.97}
     assert started(run, "eval")["argv"] == ["eval", str(run.path)]
