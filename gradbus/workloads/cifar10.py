@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from gradbus.workloads import datasets
-from gradbus.workloads.layers import conv, correct, cross_entropy
+from gradbus.workloads.layers import conv, correct, cross_entropy, draw
 
 SIDE = 24  # pixels of the pictures that the network sees, cut out of 32
 WEIGHT_DECAY = 0.004  # of half the squared norm, for the two dense layers
@@ -27,13 +27,17 @@ class Cifar10:
     """
 
     def init(self, key: jax.Array) -> Any:
-        keys = jax.random.split(key, 5)
+        """Weights from normal distributions cut at two sigma and not rescaled, as TensorFlow does; constant biases."""
+        conv1, conv2, dense1, dense2, output = draw(
+            lambda shape: jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32),
+            *((5, 5, 3, 64), (5, 5, 64, 64), (6 * 6 * 64, 384), (384, 192), (192, 10)),
+        )
         return {
-            "conv1": _layer(keys[0], (5, 5, 3, 64), stddev=0.05, bias=0.0),
-            "conv2": _layer(keys[1], (5, 5, 64, 64), stddev=0.05, bias=0.1),
-            "dense1": _layer(keys[2], (6 * 6 * 64, 384), stddev=0.04, bias=0.1),
-            "dense2": _layer(keys[3], (384, 192), stddev=0.04, bias=0.1),
-            "output": _layer(keys[4], (192, 10), stddev=1 / 192, bias=0.0),
+            "conv1": {"w": conv1 * 0.05, "b": jnp.full((64,), 0.0, jnp.float32)},
+            "conv2": {"w": conv2 * 0.05, "b": jnp.full((64,), 0.1, jnp.float32)},
+            "dense1": {"w": dense1 * 0.04, "b": jnp.full((384,), 0.1, jnp.float32)},
+            "dense2": {"w": dense2 * 0.04, "b": jnp.full((192,), 0.1, jnp.float32)},
+            "output": {"w": output * (1 / 192), "b": jnp.full((10,), 0.0, jnp.float32)},
         }
 
     def loss(self, params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -58,12 +62,6 @@ class Cifar10:
             "precision_at_1": correct(logits, batch["label"]),
             "loss": cross_entropy(logits, batch["label"]),
         }
-
-
-def _layer(key: jax.Array, shape: tuple[int, ...], *, stddev: float, bias: float) -> dict[str, jax.Array]:
-    """Weights from a normal distribution cut at two sigma and not rescaled, as TensorFlow does; a constant bias."""
-    weights = jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32) * stddev
-    return {"w": weights, "b": jnp.full(shape[-1:], bias, jnp.float32)}
 
 
 def _logits(params: Any, images: jax.Array) -> jax.Array:

@@ -32,12 +32,12 @@ class Digits:
     """
 
     def init(self, key: jax.Array) -> Any:
-        keys = jax.random.split(key, 4)
+        conv1, conv2, dense, output = he_normal(key, (3, 3, 1, 32), (3, 3, 32, 64), (4 * 4 * 64, 128), (128, 10))
         return {
-            "conv1": {"w": he_normal(keys[0], (3, 3, 1, 32)), "b": jnp.zeros((32,), jnp.float32)},
-            "conv2": {"w": he_normal(keys[1], (3, 3, 32, 64)), "b": jnp.zeros((64,), jnp.float32)},
-            "dense": {"w": he_normal(keys[2], (4 * 4 * 64, 128)), "b": jnp.zeros((128,), jnp.float32)},
-            "output": {"w": he_normal(keys[3], (128, 10)), "b": jnp.zeros((10,), jnp.float32)},
+            "conv1": {"w": conv1, "b": jnp.zeros((32,), jnp.float32)},
+            "conv2": {"w": conv2, "b": jnp.zeros((64,), jnp.float32)},
+            "dense": {"w": dense, "b": jnp.zeros((128,), jnp.float32)},
+            "output": {"w": output, "b": jnp.zeros((10,), jnp.float32)},
         }
 
     def loss(self, params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -29,9 +33,18 @@ def correct(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return (jnp.argmax(logits, axis=1).astype(jnp.int32) == labels.astype(jnp.int32)).astype(jnp.float32)
 
 
-def he_normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Initial weights of a layer before ReLU: normal, variance 2 / (inputs of an output). The last axis is outputs."""
-    inputs = 1
-    for size in shape[:-1]:
-        inputs *= size
-    return jax.random.normal(key, shape, jnp.float32) * (2.0 / inputs) ** 0.5
+def draw(sample: Callable[[tuple[int]], jax.Array], *shapes: tuple[int, ...]) -> list[jax.Array]:
+    """Random arrays of the given shapes, cut from one call of `sample`.
+
+    XLA takes about half a second to compile each random draw: one for all layers starts a run seconds earlier.
+    """
+    sizes = [math.prod(shape) for shape in shapes]
+    values = sample((sum(sizes),))
+    ends = list(itertools.accumulate(sizes))
+    return [values[end - size : end].reshape(shape) for size, end, shape in zip(sizes, ends, shapes, strict=True)]
+
+
+def he_normal(key: jax.Array, *shapes: tuple[int, ...]) -> list[jax.Array]:
+    """Initial weights of layers before ReLU: normal, variance 2 / (inputs of an output). The last axis is outputs."""
+    normal = draw(lambda shape: jax.random.normal(key, shape, jnp.float32), *shapes)
+    return [values * (2.0 / math.prod(values.shape[:-1])) ** 0.5 for values in normal]
