@@ -1,4 +1,4 @@
-"""Training without any of Gradbus but the workload and the order of samples: no bus, no tree code, no server, no worker.
+"""Training without any of Gradbus but the workload and the order of samples: no bus, no tree, no server, no worker.
 
 What the system computes must have the same bits as this. Run alone, it prints the hash:
 
@@ -47,7 +47,8 @@ def train(
             batch = jax.tree.map(lambda array, rows=rows: array[rows], data)
             shard_key = jax.random.fold_in(jax.random.fold_in(key, step), shard)
             _, shard_gradient = gradient(params, batch, shard_key)
-            sums.append(jax.tree.map(lambda g, n=len(rows): np.asarray(g) * np.float32(n), shard_gradient))
+            n = np.float32(len(rows))
+            sums.append(jax.tree.map(lambda g, n=n: np.asarray(g) * n, shard_gradient))
         while len(sums) > 1:  # neighbours first, as in a knock-out tournament
             pairs = [sums[i : i + 2] for i in range(0, len(sums), 2)]
             sums = [jax.tree.map(np.add, *pair) if len(pair) == 2 else pair[0] for pair in pairs]
