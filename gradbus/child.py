@@ -19,6 +19,7 @@ from gradbus.records import RunFolder
 from gradbus.report import Reporter, lifeline
 
 EXIT_FAILED, EXIT_USAGE, EXIT_NO_SERVER, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 3, 130, 143
+SWITCH_INTERVAL_S = 0.0002  # the loop of a worker must not wait for the computing thread to let go of the interpreter
 ORPHAN_GRACE_S = 10.0  # once the launcher is gone
 
 log = logging.getLogger("gradbus")
@@ -89,6 +90,7 @@ def _run_ps(folder: Path, resume: Path | None, reporter: Reporter) -> int:
 def run_worker(address: str, name: str | None, data_dir: str | None) -> int:
     """Join the PS at ``address`` and work until the run is over. The exit code; 0 when the PS said that it is over."""
     _log_to_stderr()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     code = _told(lambda reporter: _run_worker(address, name, data_dir, reporter))
     _leave_at_once(code)
     return code

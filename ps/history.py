@@ -64,6 +64,7 @@ class History:
     _opened_at: float | None = None
     _pending: dict[str, Any] | None = field(default=None)
     _before: Bytes | None = field(default=None)
+    _gradient_norm: Callable[[], float] = field(default=lambda: 0.0)
 
     def opened(self, now: float) -> None:
         """A step was opened at ``now``: the one before, if it has just closed, ends here."""
@@ -78,18 +79,19 @@ class History:
         *,
         applied: bool,
         updates: int,
-        gradient_norm: float,
+        gradient_norm: Callable[[], float],
         before: Bytes,
         began: float,
         now: float,
     ) -> None:
-        """Step ``version`` has become version + 1. ``updates`` counts this one, if it was ``applied``."""
+        """Step ``version`` has become version + 1. ``updates`` counts this one, if it was ``applied``;
+        ``gradient_norm`` is only asked once the new version is on its way."""
         means = {name: value / result.examples for name, value in result.sums.items()} if result.examples else {}
         self.loss = means.pop("loss", None)
         if self.loss is not None:
             older = self.loss if self.loss_average is None else self.loss_average
             self.loss_average = self.decay * older + (1 - self.decay) * self.loss
-        self._before = before
+        self._before, self._gradient_norm = before, gradient_norm
         self._pending = {
             "version": version + 1,
             "from_version": version,
@@ -102,7 +104,6 @@ class History:
             "loss": self.loss,
             "loss_average": self.loss_average,
             "metrics": means,
-            "gradient_norm": gradient_norm,
             "seconds": now - self._opened_at if self._opened_at is not None else 0.0,
             "bus_seconds": result.waited_s if math.isfinite(result.waited_s) else None,
             "apply_seconds": now - began,
@@ -112,7 +113,8 @@ class History:
         """Hand on the record of the last closed step, if it is not handed on yet."""
         if self._pending is None or self._before is None:
             return
-        record = StepRecord(**self._pending, update_norm=_distance(views(self._before), views(current)))
+        moved = _distance(views(self._before), views(current))
+        record = StepRecord(**self._pending, gradient_norm=self._gradient_norm(), update_norm=moved)
         self._pending = self._before = None
         self.recorder.step(record)
 

@@ -381,7 +381,11 @@ class Machine:
             self.wake_at = min(self.wake_at, self.deadline)
 
     def _count(self, reason: str, action: Action) -> list[Action]:
-        self.refused[reason] = self.refused.get(reason, 0) + 1
+        count = self.refused[reason] = self.refused.get(reason, 0) + 1
+        if isinstance(action, Note):
+            if str(count).strip("0") != "1":
+                return []  # a flood of them is told at 1, 10, 100, ..., and counted in the summary
+            action = Note(f"{action.text} ({count} so far)") if count > 1 else action
         return [action]
 
     def check(self) -> None:

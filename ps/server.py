@@ -192,7 +192,7 @@ class Server:
             action.result,
             applied=applied,
             updates=self._updater.updates,
-            gradient_norm=self._reducer.norm(action.result.examples),
+            gradient_norm=lambda: self._reducer.norm(action.result.examples),
             before=before,
             began=began,
             now=self._clock(),
