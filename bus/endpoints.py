@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from bus.errors import EndpointError
 
+WILDCARDS = ("*", "0.0.0.0", "::")
 DEFAULT_PORT = 5555  # of the control socket; gradients and weights follow on the next two
 
 
@@ -55,7 +56,7 @@ def parse(text: str, default_port: int | None = None) -> Endpoint:
 def bind_address(endpoint: Endpoint, key: str) -> str:
     """The address to hand to bind, which wants an IP address: names are resolved here. ``key`` is the setting to
     blame. Raises EndpointError."""
-    if endpoint.host in ("*", "0.0.0.0", "::"):
+    if endpoint.host in WILDCARDS:
         return str(endpoint._replace(host="*" if endpoint.host == "0.0.0.0" else endpoint.host))
     return str(endpoint._replace(host=resolve(endpoint.host, key)))
 
@@ -76,6 +77,21 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def advertised(bound: str, name: str | None) -> str:
+    """``bound`` as others are to dial it: with ``name`` (``bus.advertise``) as its host, or this machine's own name
+    where every address of it is bound."""
+    endpoint = parse(bound)
+    if name is None and endpoint.host not in WILDCARDS:
+        return bound
+    return str(endpoint._replace(host=name or socket.gethostname()))
+
+
+def local(bound: str) -> str:
+    """``bound`` as processes of the same machine are to dial it."""
+    endpoint = parse(bound)
+    return str(endpoint._replace(host="127.0.0.1")) if endpoint.host in WILDCARDS else bound
 
 
 def reachable(advertised: str, dialled: str) -> str:
@@ -103,11 +119,18 @@ def _owner(inodes: set[str]) -> str:
     wanted = {f"socket:[{inode}]" for inode in inodes}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            links = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+            descriptors = os.listdir(f"/proc/{pid}/fd")
             with open(f"/proc/{pid}/cmdline", "rb") as command:
                 words = command.read().replace(b"\0", b" ").decode(errors="replace").strip()
         except OSError:  # gone meanwhile, or another user's
             continue
-        if links & wanted:
+        if any(_link(f"/proc/{pid}/fd/{descriptor}") in wanted for descriptor in descriptors):
             return f"process {pid} ({words[:80]})"
     return ""
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:  # closed meanwhile
+        return ""

@@ -27,7 +27,9 @@ BIND_RETRY_S = 5.0  # a port of a process that was just killed is free again wit
 LINGER_MS = 1000
 CONTROL_LIMIT_BYTES = 2 << 20  # nothing a worker says over control is larger
 VERSIONS_QUEUED = 3  # per subscriber; a slower one loses weights, notices the gap and fetches
-_MEMBER_TOPIC = b"m%07d"
+# A subscriber's last topic, which tells the PS that all of them are there. ZeroMQ sends subscriptions in the order of
+# their bytes, not in that of the calls, and "~" comes after all letters.
+_MEMBER_TOPIC = b"~%07d"
 
 
 class Waker:
@@ -42,7 +44,7 @@ class Waker:
         return self._write.fileno()
 
     def wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # full of wake-ups: awake already
+        with contextlib.suppress(OSError):  # full of wake-ups: awake already; or closed, and nobody waits any more
             self._write.send(b"\0")
 
     def watch(self, poller: zmq.Poller) -> None:
@@ -159,8 +161,8 @@ class ServerSockets(_Sockets):
         )
         self._gradients = self._socket(zmq.PULL, RCVHWM=buckets + 8, MAXMSGSIZE=bucket_bytes + CONTROL_LIMIT_BYTES)
         self._weights = self._socket(zmq.XPUB, SNDHWM=queue, RCVHWM=1000, MAXMSGSIZE=4096)
-        endpoint = parse(settings.bind)
         try:
+            endpoint = parse(settings.bind)
             self.control, self.gradients, self.weights = (
                 self._bind(each, endpoint, offset)
                 for offset, each in enumerate((self._control, self._gradients, self._weights))
@@ -231,12 +233,7 @@ class WorkerSockets(_Sockets):
         self._gradients = self._socket(zmq.PUSH, IMMEDIATE=1, SNDHWM=64)
         _connect(self._gradients, gradients)
         self._weights = self._socket(zmq.SUB, RCVHWM=1000, MAXMSGSIZE=bucket_bytes + CONTROL_LIMIT_BYTES)
-        for topic in (
-            Weights.kind,
-            Plan.kind,
-            Stop.kind,
-            _MEMBER_TOPIC % member,
-        ):  # the last tells the PS that all are there
+        for topic in (Weights.kind, Plan.kind, Stop.kind, _MEMBER_TOPIC % member):
             self._weights.subscribe(topic)
         _connect(self._weights, weights)
         self._listen("weights", self._weights)
@@ -289,7 +286,7 @@ def _send(target: "zmq.Socket[bytes]", route: list[bytes], message: Message, pay
 def _subscription(frame: bytes) -> Arrival | None:
     """Subscriptions come as frames of their own; only a worker's last one says something."""
     topic = frame[1:]
-    if frame[:1] == b"\1" and len(topic) == codec.KIND_BYTES and topic[:1] == b"m" and topic[1:].isdigit():
+    if frame[:1] == b"\1" and len(topic) == codec.KIND_BYTES and topic[:1] == _MEMBER_TOPIC[:1] and topic[1:].isdigit():
         return Arrival(b"", Subscribed(int(topic[1:])))
     return None
 
