@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import msgspec
 
-from bus.endpoints import DEFAULT_PORT, parse
+from bus.endpoints import DEFAULT_PORT, advertised, local, parse
 from bus.errors import BusError, LayoutError
 from bus.layout import first_difference, gradient_layout, weights_layout
 from bus.messages import Hello, Welcome
@@ -165,7 +165,7 @@ def service(run: RunFolder, settings: Settings, reporter: Reporter, resume: Path
     )
     run.update_manifest(
         session=f"{session:016x}",
-        addresses={"control": sockets.control, "gradients": sockets.gradients, "weights": sockets.weights},
+        addresses={"control": sockets.control, "gradients": sockets.gradients, "weights": local(sockets.weights)},
         parameters=sum(leaf.size for leaf in updater.leaves if leaf.kind != "state"),
         buckets=len(gradient.buckets),
         dataset={"samples": samples, "sha256": data_sha256},
@@ -173,9 +173,8 @@ def service(run: RunFolder, settings: Settings, reporter: Reporter, resume: Path
     )
     reporter.event(
         "listening",
-        control=sockets.control,
-        gradients=sockets.gradients,
-        weights=sockets.weights,
+        control=advertised(sockets.control, settings.bus.advertise),
+        local=local(sockets.control),
         session=f"{session:016x}",
     )
     updater.compile()  # after the address is known, so that workers prepare themselves meanwhile

@@ -34,8 +34,6 @@ def main(arguments: list[str] | None = None) -> int:
         each.add_argument("run", type=Path)
         if role == "ps":
             each.add_argument("--resume", type=Path)
-        if role == "evaluator":
-            each.add_argument("--ps")
     each = roles.add_parser("worker")
     each.add_argument("--ps", required=True)
     each.add_argument("--name")

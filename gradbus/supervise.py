@@ -189,7 +189,7 @@ class Supervisor:
         source, fields = event.source, event.fields
         match event.name:
             case "listening":
-                self._address = str(fields.get("control", ""))
+                self._address = str(fields.get("local") or fields.get("control", ""))
             case "finished":
                 self._finished = fields
             case "progress":
@@ -207,7 +207,7 @@ class Supervisor:
             case incidents.PS:
                 return ["ps", folder, *(["--resume", str(self._resume)] if self._resume else [])]
             case incidents.EVALUATOR:
-                return ["evaluator", folder, "--ps", self._address]
+                return ["evaluator", folder]
             case incidents.EVAL:
                 return ["eval", folder]
             case _:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from bus import codec
+from bus.endpoints import reachable
 from bus.errors import WireError
 from bus.layout import Bytes, Layout, gradient_layout, weights_layout
 from bus.messages import Contribution, Malformed, Node, Weights, Welcome
@@ -140,7 +141,8 @@ class Client:
         self._gradient_layout = gradient_layout(welcome.leaves, welcome.bucket_bytes)
         self.machine.buckets = len(self._layout.buckets)
         largest = max(bucket.size_bytes for bucket in self._layout.buckets)
-        self._transport.follow(welcome.member, welcome.gradients, welcome.weights, largest)
+        gradients, weights = (reachable(each, self.machine.address) for each in (welcome.gradients, welcome.weights))
+        self._transport.follow(welcome.member, gradients, weights, largest)
         self._executor.prepare(welcome)
 
     def _keep(self, weights: Weights, payload: Bytes | None) -> None:

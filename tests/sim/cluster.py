@@ -207,7 +207,7 @@ class Cluster:
             transport=MemoryServer(self.network),
             updater=updater,  # type: ignore[arg-type]
             bucket_bytes=BUCKET_BYTES,
-            offer=Offer("{}", "gradients", "weights"),
+            offer=Offer("{}", "tcp://ps:2", "tcp://ps:3"),
             history=History(self.witness, lambda _: 0.1, 0.9),
             recorder=self.witness,
             saver=MemorySaver(self.disk),  # type: ignore[arg-type]
@@ -222,7 +222,7 @@ class Cluster:
         self.kill_worker(name)
         machine = WorkerMachine(
             Hello(name, "host", 1, self.network.chance.getrandbits(63), {}),
-            address="memory", connect_timeout_s=60.0, now=self.network.now,
+            address="tcp://ps:1", connect_timeout_s=60.0, now=self.network.now,
         )  # fmt: skip
         transport = MemoryWorker(self.network)
         client = Client(machine, transport, note=self.witness.notes.append, clock=lambda: self.network.now)
