@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from bus.layout import Bytes
 from ps.actions import MemberChanged, Refused
+from ps.reduce import squared_norm
 from ps.rounds import Part
 
 
@@ -124,6 +125,5 @@ def _distance(before: list[npt.NDArray[np.generic]], after: list[npt.NDArray[np.
     squares = 0.0
     for old, new in zip(before, after, strict=True):
         if old.size:
-            moved = np.subtract(new, old, dtype=np.float32).reshape(-1)
-            squares += float(np.dot(moved, moved))
+            squares += squared_norm(np.subtract(new, old, dtype=np.float32))
     return math.sqrt(squares)

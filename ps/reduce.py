@@ -57,9 +57,19 @@ class Reducer:
     def norm(self, examples: int) -> float:
         """The Euclidean norm of the mean gradient over the trainable leaves."""
         squares = (
-            float(np.dot(flat, flat))
+            squared_norm(values)
             for leaf, values in zip(self._layout.leaves, self.sums(), strict=True)
             if leaf.kind == "trainable"
-            for flat in [values.reshape(-1)]
         )
         return math.sqrt(sum(squares)) / examples if examples else 0.0
+
+
+def squared_norm(values: npt.NDArray[np.generic]) -> float:
+    """The sum of squares, in the precision of ``values``; in float64 where that overflows."""
+    flat = values.reshape(-1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        square = float(np.dot(flat, flat))
+        if math.isfinite(square):
+            return square
+        wide = flat.astype(np.float64)
+        return float(np.dot(wide, wide))
