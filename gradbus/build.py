@@ -232,7 +232,7 @@ def worker(
     hello = Hello(name or f"{host}-{os.getpid()}", host, os.getpid(), secrets.randbits(63), versions())
     sockets = WorkerSockets(str(endpoint), bus)
     machine = WorkerMachine(hello, address=str(endpoint), connect_timeout_s=bus.connect_timeout_s, now=time.monotonic())
-    client = Client(machine, sockets, note=note, wake=sockets.waker.wake)
+    client = Client(machine, sockets, note=note, log=lambda text: log.info("%s", text), wake=sockets.waker.wake)
     client.attach(ThreadExecutor(_Workshop(data_dir), client.post, one_line))
     return client, sockets
 

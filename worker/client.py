@@ -9,7 +9,7 @@ from bus import codec
 from bus.endpoints import reachable
 from bus.errors import WireError
 from bus.layout import Bytes, Layout, gradient_layout, weights_layout
-from bus.messages import Contribution, Malformed, Node, Weights, Welcome
+from bus.messages import Contribution, Malformed, Node, Ready, Weights, Welcome
 from bus.transport import Arrival, WorkerTransport
 from worker.executor import Executor, Result
 from worker.machine import (
@@ -30,11 +30,13 @@ from worker.machine import (
 )
 
 LONGEST_WAIT_S = 1.0  # of one poll
+LOG_EVERY_S = 10.0
 RETRY_PUSH_S = 0.005  # while the queue of the gradients socket is full
 
 
 class Client:
-    """``executor`` is told with ``attach``, because it posts its events here. ``note`` says a line to people."""
+    """``executor`` is told with ``attach``, because it posts its events here. ``note`` says a line to people, ``log`` one to the
+    worker's own log."""
 
     def __init__(
         self,
@@ -42,12 +44,15 @@ class Client:
         transport: WorkerTransport,
         *,
         note: Callable[[str], None],
+        log: Callable[[str], None] = lambda text: None,
         wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.machine = machine
         self.outcome: Exit | None = None
-        self._transport, self._note, self._wake, self._clock = transport, note, wake, clock
+        self._transport, self._note, self._log, self._wake, self._clock = transport, note, log, wake, clock
+        self._contributions = 0
+        self._log_at = clock() + LOG_EVERY_S
         self._executor: Executor | None = None
         self._events: queue.SimpleQueue[tuple[Event, Result | None]] = queue.SimpleQueue()
         self._welcome: Welcome | None = None
@@ -92,6 +97,9 @@ class Client:
             self._do(arrival.message, arrival.payload)
         self._do(Tick())
         self._flush()
+        if self._clock() >= self._log_at:
+            self._log_at = self._clock() + LOG_EVERY_S
+            self._log(f"{self.machine.doing}; {self._contributions} contributions so far")
 
     def _take(self, event: Event, result: Result | None) -> None:
         if isinstance(event, Computed) and result is not None and event.version == self._buffer_version:
@@ -125,6 +133,8 @@ class Client:
                 self._push(action.node)
             case Send():
                 self._transport.send(action.message)
+                if isinstance(action.message, Ready):
+                    self._log(f"ready, on {action.message.device}")
             case Prepare():
                 self._prepare(action.welcome)
             case Forget():
@@ -136,6 +146,7 @@ class Client:
 
     def _prepare(self, welcome: Welcome) -> None:
         assert self._executor is not None
+        self._log(f"joined {self.machine.address} as member {welcome.member}; loading and compiling")
         self._welcome = welcome
         self._layout = weights_layout(welcome.leaves, welcome.bucket_bytes)
         self._gradient_layout = gradient_layout(welcome.leaves, welcome.bucket_bytes)
@@ -161,6 +172,7 @@ class Client:
     def _push(self, node: Node) -> None:
         assert self._welcome is not None and self._gradient_layout is not None
         result = self._results[node]
+        self._contributions += 1
         for index in range(len(self._gradient_layout.buckets)):
             contribution = Contribution(
                 session=self._welcome.session,
