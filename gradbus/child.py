@@ -88,6 +88,7 @@ def _run_ps(folder: Path, resume: Path | None, reporter: Reporter) -> int:
 def run_worker(address: str, name: str | None, data_dir: str | None) -> int:
     """Join the PS at ``address`` and work until the run is over. The exit code; 0 when the PS said that it is over."""
     _log_to_stderr()
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy only adds and copies here
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     code = _told(lambda reporter: _run_worker(address, name, data_dir, reporter))
     _leave_at_once(code)

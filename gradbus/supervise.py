@@ -218,6 +218,7 @@ class Supervisor:
         environment = {
             **os.environ,
             "NPROC": str(self._threads),  # the only thing that limits XLA's threads on the CPU
+            "OPENBLAS_NUM_THREADS": str(self._threads),  # NumPy's
             "PYTHONUNBUFFERED": "1",
             "PYTHONFAULTHANDLER": "1",
             REPORT_FD: str(write),
@@ -225,6 +226,8 @@ class Supervisor:
         }
         if name in (incidents.PS, incidents.EVALUATOR, incidents.EVAL):
             environment.setdefault("JAX_PLATFORMS", "cpu")  # an accelerator's memory is for the workers
+        else:
+            environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several workers may share a card
         command = [*self._child, *self._arguments(name)]
         try:
             process = start(name, command, self._run.log(name), environment, (write, self._lifeline))
