@@ -38,6 +38,7 @@ from gradbus.workloads.base import (
     describe_data,
     is_stateful,
     load,
+    read_data,
     source_sha256,
     validate,
 )
@@ -134,7 +135,7 @@ def service(run: RunFolder, settings: Settings, reporter: Reporter, resume: Path
     data_sha256 = describe_data(train)
     optimizer = optimizers.build(settings.optimizer)
     updater = _updater(workload, settings, optimizer)
-    restored = _restore(updater, settings, resume)
+    restored = _restore(updater, settings, resume, reporter)
 
     bucket_bytes = settings.bus.bucket_bytes
     gradient = gradient_layout(updater.leaves, bucket_bytes)
@@ -257,7 +258,7 @@ def evaluate_checkpoint(settings: Settings, checkpoint: checkpoints.Checkpoint) 
 
 def _workload_and_data(spec: str, folder: str | None) -> tuple[Any, Any]:
     workload = load(spec)
-    return workload, workload.train_data(Path(folder).expanduser() if folder else None)
+    return workload, read_data(workload, spec, "train_data", Path(folder).expanduser() if folder else None)
 
 
 def _initial(workload: Workload | StatefulWorkload, seed: int) -> tuple[Any, Any]:
@@ -270,7 +271,9 @@ def _updater(workload: Any, settings: Settings, optimizer: optimizers.Optimizer)
     return Updater(params, state, optimizer, settings.train.average)
 
 
-def _restore(updater: Updater, settings: Settings, resume: Path | None) -> checkpoints.Checkpoint | None:
+def _restore(
+    updater: Updater, settings: Settings, resume: Path | None, reporter: Reporter
+) -> checkpoints.Checkpoint | None:
     if resume is None:
         return None
     if (resume / "manifest.json").is_file():
@@ -279,6 +282,7 @@ def _restore(updater: Updater, settings: Settings, resume: Path | None) -> check
         path, passed_over = checkpoints.newest(resume)
         for line in passed_over:
             log.warning("%s", line)
+            reporter.event("note", text=line)
         if path is None:
             raise checkpoints.CheckpointError(f"{resume}: no whole checkpoint to resume from")
         found = checkpoints.load(path)
@@ -297,7 +301,7 @@ def _evaluation(settings: Settings) -> tuple[Evaluation, tuple[Any, ...]]:
     workload = load(settings.workload)
     folder = Path(settings.data.dir).expanduser() if settings.data.dir else None
     leaves = _leaves(workload, settings.seed)
-    data = workload.eval_data(folder)
+    data = read_data(workload, settings.workload, "eval_data", folder)
     return (
         Evaluation(workload, data, batch_size=settings.eval.batch_size, leaves=leaves, seed=settings.seed),
         leaves,

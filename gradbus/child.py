@@ -14,9 +14,13 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from gradbus.records import RunFolder
 from gradbus.report import Reporter, lifeline
+
+if TYPE_CHECKING:
+    from bus.settings import BusSettings
 
 EXIT_FAILED, EXIT_USAGE, EXIT_NO_SERVER, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 3, 130, 143
 SWITCH_INTERVAL_S = 0.0002  # the loop of a worker must not wait for the computing thread to let go of the interpreter
@@ -51,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         case "eval":
             return run_eval(options.run, None)
         case _:
-            return run_worker(options.ps, options.name, None)
+            return run_worker(options.ps, options.name, None, _bus_settings(options.run))
 
 
 def _run_ps(folder: Path, resume: Path | None, reporter: Reporter) -> int:
@@ -85,26 +89,24 @@ def _run_ps(folder: Path, resume: Path | None, reporter: Reporter) -> int:
     return outcome.exit_code
 
 
-def run_worker(address: str, name: str | None, data_dir: str | None) -> int:
+def run_worker(address: str, name: str | None, data_dir: str | None, bus: "BusSettings") -> int:
     """Join the PS at ``address`` and work until the run is over. The exit code; 0 when the PS said that it is over."""
     _log_to_stderr()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy only adds and copies here
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    code = _told(lambda reporter: _run_worker(address, name, data_dir, reporter))
+    code = _told(lambda reporter: _run_worker(address, name, data_dir, bus, reporter))
     _leave_at_once(code)
     return code
 
 
-def _run_worker(address: str, name: str | None, data_dir: str | None, reporter: Reporter) -> int:
-    from bus.settings import BusSettings
-
+def _run_worker(address: str, name: str | None, data_dir: str | None, bus: "BusSettings", reporter: Reporter) -> int:
     def note(text: str) -> None:
         log.info("%s", text)
         reporter.event("note", text=text)
 
     from gradbus.build import worker
 
-    client, sockets = worker(address, name, data_dir, BusSettings(), note)
+    client, sockets = worker(address, name, data_dir, bus, note)
     with _on_signal(client.request_stop, sockets.waker.fileno()):
         outcome = client.run()
     sockets.close(linger=outcome.exit_code != 0)
@@ -187,6 +189,14 @@ def _told(run: Callable[[Reporter], int]) -> int:
         return EXIT_FAILED if kind == "internal" else EXIT_USAGE
     finally:
         reporter.close()
+
+
+def _bus_settings(folder: Path | None) -> "BusSettings":
+    """Of the run in ``folder``, as a worker on the same machine wants them."""
+    from bus.settings import BusSettings
+    from gradbus.settings import load
+
+    return load(RunFolder(folder).config).bus if folder else BusSettings()
 
 
 def _set_threads(threads: int, *, cpu: bool) -> None:

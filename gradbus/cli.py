@@ -96,13 +96,17 @@ def worker(
     data_dir: Annotated[
         str | None, typer.Option(help="Where the dataset lies on this machine.", show_default=False)
     ] = None,
+    connect_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.1, help="How long to look for the parameter server.")
+    ] = 60.0,
 ) -> int:
     """Join a run: the experiment comes from the parameter server."""
+    from bus.settings import BusSettings
     from gradbus.child import run_worker
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s: %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("jax").setLevel(logging.WARNING)
-    return run_worker(ps, name, data_dir)
+    return run_worker(ps, name, data_dir, BusSettings(connect_timeout_s=connect_timeout))
 
 
 @app.command("eval")

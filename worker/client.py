@@ -60,6 +60,7 @@ class Client:
         self._gradient_layout: Layout | None = None
         self._buffer: Bytes | None = None  # of the version that is arriving, or has arrived
         self._buffer_version = -1
+        self._checksums = False  # the run wants them: its weights carry them
         self._results: dict[Node, Result] = {}  # of the version that is computed on; kept until it has passed
         self._outgoing: deque[tuple[Contribution, Bytes]] = deque()
         self._stop_exit_code: int | None = None
@@ -163,6 +164,7 @@ class Client:
             self._buffer, self._buffer_version = self._layout.empty(), weights.version
             self._results.clear()
         self._layout.bucket(self._buffer, weights.bucket)[:] = payload
+        self._checksums = weights.checksum is not None
 
     def _compute(self, action: Compute) -> None:
         assert self._executor is not None and self._welcome is not None and self._buffer is not None
@@ -174,6 +176,7 @@ class Client:
         result = self._results[node]
         self._contributions += 1
         for index in range(len(self._gradient_layout.buckets)):
+            payload = self._gradient_layout.bucket(result.total.buffer, index)
             contribution = Contribution(
                 session=self._welcome.session,
                 member=self._welcome.member,
@@ -187,8 +190,9 @@ class Client:
                 trouble=result.total.trouble,
                 waited_s=result.waited_s,
                 computed_s=result.computed_s,
+                checksum=codec.checksum(payload) if self._checksums else None,
             )
-            self._outgoing.append((contribution, self._gradient_layout.bucket(result.total.buffer, index)))
+            self._outgoing.append((contribution, payload))
         self._flush()
 
     def _flush(self) -> None:

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeGuard, cast
 
 if TYPE_CHECKING:
     import jax
@@ -145,6 +145,19 @@ def load(spec: str) -> Workload:
             f"expected an object with the methods {', '.join(_METHODS)} (see gradbus.Workload)"
         )
     return cast(Workload, found)
+
+
+def read_data(
+    workload: Workload | StatefulWorkload, spec: str, part: Literal["train_data", "eval_data"], folder: Path | None
+) -> Arrays:
+    """What the workload's `part` returns. Raises `DataError` as it does, and `WorkloadError` for all else it raises."""
+    try:
+        return getattr(workload, part)(folder)
+    except (DataError, WorkloadError):
+        raise
+    except (Exception, SystemExit) as error:
+        module = sys.modules.get(type(workload).__module__)
+        raise WorkloadError(f"workload {spec}: {part} raised {_describe(error, module)}") from error
 
 
 def source_sha256(spec: str) -> str | None:
