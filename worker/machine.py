@@ -159,6 +159,7 @@ class Machine:
     def _forget_session(self, now: float) -> None:
         self.phase, self.welcome = Phase.DIALLING, None
         self.held = -1
+        self._ready: Ready | None = None  # once it is prepared
         self._known = -1  # the newest version that is known to exist
         self._revision = 0  # of its plan
         self._plan: tuple[Assignment, ...] = ()
@@ -221,7 +222,8 @@ class Machine:
                 if event.session != self.welcome.session:
                     return []  # of a session that is over; this one's is on its way
                 self.phase = Phase.SERVING
-                return [Send(Ready(self.welcome.session, self.welcome.member, event.device))]
+                self._ready = Ready(self.welcome.session, self.welcome.member, event.device)
+                return [Send(self._ready)]
             case Unable():
                 return self._unable(event)
             case Stop():
@@ -359,7 +361,9 @@ class Machine:
             return [Note(text), *self._rejoin(now)]
         if now >= self._heartbeat_at:
             self._heartbeat_at = now + self.welcome.heartbeat_s
-            return [Send(Alive(self.welcome.session, self.welcome.member, self.held, self.doing))]
+            # Until it is given work it cannot know that its Ready was heard.
+            again: list[Action] = [Send(self._ready)] if self._ready and self.held < 0 else []
+            return [*again, Send(Alive(self.welcome.session, self.welcome.member, self.held, self.doing))]
         return []
 
     def _dial(self, now: float) -> list[Action]:

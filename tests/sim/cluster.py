@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 import numpy as np
 
-from bus import tree
 from bus.layout import Bytes, gradient_layout
 from bus.memory import Faults, MemoryServer, MemoryWorker, Network
 from bus.messages import Hello, Leaf, Node, Welcome
@@ -25,16 +25,20 @@ LEAVES = (Leaf("w", "float32", (33,), "trainable"), Leaf("b", "float32", (5,), "
 BUCKET_BYTES = 64  # so that even this model has several buckets, and a leaf is cut
 LAYOUT = gradient_layout(LEAVES, BUCKET_BYTES)
 EXAMPLES = 3  # of a shard
+HEARTBEAT_S = 0.2
+
+
+Bad = frozenset[tuple[int, int]]  # (version, shard) whose gradient is not finite
 
 
 class ToyUpdater:
-    """Gradient descent in float32, where the order of sums shows."""
+    """Gradient descent in float32, where the order of sums shows, from weights between -``scale`` and ``scale``."""
 
     leaves = LEAVES
 
-    def __init__(self) -> None:
+    def __init__(self, scale: float = 1.0) -> None:
         self.updates = 0
-        self._weights = [np.linspace(-1, 1, leaf.size, dtype=np.float32).reshape(leaf.shape) for leaf in LEAVES]
+        self._weights = [np.linspace(-scale, scale, leaf.size, dtype=np.float32) for leaf in LEAVES]
 
     def apply(self, sums: list[np.ndarray], examples: int) -> None:
         rate = np.float32(0.1)
@@ -63,23 +67,30 @@ def shard_gradient(weights: list[np.ndarray], version: int, shard: int) -> list[
     ]
 
 
-def reference(steps: int, shards: int) -> list[np.ndarray]:
+def reference(
+    steps: int, shards: int, *, scale: float = 1.0, bad: Bad = frozenset(), nonfinite: str = "stop"
+) -> list[np.ndarray]:
     """The weights after ``steps``, by a loop that knows no bus, no tree and no members."""
 
     def total(version: int, low: int, high: int) -> list[np.ndarray]:
         if high - low == 1:
-            return shard_gradient(updater.weights(), version, low)
+            gradient = shard_gradient(updater.weights(), version, low)
+            return [np.zeros_like(part) for part in gradient] if (version, low) in bad else gradient
         middle = low + (1 << (high - low - 1).bit_length()) // 2
         left, right = total(version, low, middle), total(version, middle, high)
         return [a + b for a, b in zip(left, right, strict=True)]
 
-    updater = ToyUpdater()
+    updater = ToyUpdater(scale)
     for version in range(steps):
-        updater.apply(total(version, 0, shards), EXAMPLES * shards)
+        good = sum((version, shard) not in bad for shard in range(shards))
+        if good == shards or (nonfinite == "skip_shard" and good):
+            updater.apply(total(version, 0, shards), EXAMPLES * good)
     return updater.weights()
 
 
+@dataclass
 class ToyGradients:
+    bad: Bad
     device = "toy"
     layout = LAYOUT
 
@@ -87,6 +98,8 @@ class ToyGradients:
         self._weights = LAYOUT.views(buffer)  # all leaves are trainable: one layout serves for both
 
     def shard(self, version: int, shard: int) -> ShardSum:
+        if (version, shard) in self.bad:
+            return ShardSum(LAYOUT.empty(), 0, {}, (shard,), f"shard {shard}: loss = nan")
         gradient = shard_gradient(self._weights, version, shard)
         return ShardSum(LAYOUT.pack(gradient), EXAMPLES, {"loss": float(EXAMPLES * shard)})
 
@@ -102,11 +115,12 @@ class SimExecutor:
     client: Client
     shard_s: Callable[[], float]
     alive: Callable[[], bool]
+    bad: Bad
     wanted: tuple[int, int] = (-1, -1)
     calculator: Calculator = field(init=False)
 
     def prepare(self, welcome: Welcome) -> None:
-        self.calculator = Calculator(ToyGradients(), lambda: self.network.now)
+        self.calculator = Calculator(ToyGradients(self.bad), lambda: self.network.now)
         self._later(0.1, partial(self.client.post, Prepared(welcome.session, "toy")))
 
     def compute(self, session: int, version: int, buffer: Bytes, nodes: tuple[Node, ...]) -> None:
@@ -171,7 +185,11 @@ class Witness:
 
 @dataclass
 class Cluster:
-    """One PS and some workers. ``run`` goes on until the PS is finished, and checks the invariants as it goes."""
+    """One PS and some workers. ``run`` goes on until the PS is finished, and checks the invariants as it goes.
+
+    Who is ``frozen`` (a worker, or "ps") does nothing and hears nothing, but its mail waits. ``disk`` is where
+    checkpoints are; ``scale`` sets one experiment apart from another.
+    """
 
     seed: int
     shards: int = 4
@@ -179,6 +197,10 @@ class Cluster:
     faults: Faults = field(default_factory=Faults)
     save_every: int = 3
     shard_s: tuple[float, float] = (0.01, 0.05)
+    min_workers: int = 1
+    nonfinite: Literal["stop", "skip_step", "skip_shard"] = "stop"
+    bad: Bad = frozenset()
+    scale: float = 1.0
     network: Network = field(init=False)
     witness: Witness = field(default_factory=Witness)
     disk: dict[int, Checkpoint] = field(default_factory=dict)
@@ -193,14 +215,14 @@ class Cluster:
 
     def start_server(self) -> None:
         self.sessions += 1
-        updater, version = ToyUpdater(), 0
+        updater, version = ToyUpdater(self.scale), 0
         if self.disk:
             version = max(self.disk)
             updater.restore(self.disk[version].tensors, self.disk[version].updates)
         rules = Rules(
-            steps=self.steps, shards=self.shards, buckets=len(LAYOUT.buckets), min_workers=1, max_wait_s=60.0,
-            heartbeat_s=0.2, heartbeat_timeout_s=2.0, nonfinite="stop", nonfinite_limit=3, save_every=self.save_every,
-            evaluate_every=0, evaluate=False,
+            steps=self.steps, shards=self.shards, buckets=len(LAYOUT.buckets), min_workers=self.min_workers,
+            max_wait_s=60.0, heartbeat_s=HEARTBEAT_S, heartbeat_timeout_s=2.0, nonfinite=self.nonfinite,
+            nonfinite_limit=3, save_every=self.save_every, evaluate_every=0, evaluate=False,
         )  # fmt: skip
         self.server = Server(
             machine=ServerMachine(rules, session=self.sessions, version=version, now=self.network.now),
@@ -227,7 +249,7 @@ class Cluster:
         transport = MemoryWorker(self.network)
         client = Client(machine, transport, note=self.witness.notes.append, clock=lambda: self.network.now)
         shard_s = partial(self.network.chance.uniform, *self.shard_s)
-        client.attach(SimExecutor(self.network, client, shard_s, lambda: self.workers.get(name) is client))
+        client.attach(SimExecutor(self.network, client, shard_s, lambda: self.workers.get(name) is client, self.bad))
         client.transport = transport  # type: ignore[attr-defined]
         self.workers[name] = client
 
@@ -247,7 +269,7 @@ class Cluster:
     def turn(self) -> None:
         """Let everyone who has something to do take one turn; then let the clock run on."""
         busy = False
-        if self.server and not self.server.outcome:
+        if self.server and not self.server.outcome and "ps" not in self.frozen:
             self.server.turn(0.0)
             self.server.machine.check()
             busy = bool(self.network.server and self.network.server.inbox)
@@ -263,7 +285,7 @@ class Cluster:
 
     def _next_wake(self) -> float:
         awake = [client.machine.wake_at for name, client in self.workers.items() if name not in self.frozen]
-        if self.server and not self.server.outcome:
+        if self.server and not self.server.outcome and "ps" not in self.frozen:
             awake.append(self.server.machine.wake_at)
         return max(min(awake, default=self.network.now + 1.0), self.network.now + 0.0005)
 
@@ -272,6 +294,25 @@ class Cluster:
         return "\n".join([*self.witness.notes[-20:], *list(self.network.log)[-60:]])
 
 
-def nodes(shards: int) -> list[Node]:
-    """Every node of the tree."""
-    return [(a, b) for a in range(shards) for b in range(a + 1, shards + 1) if tree.is_node((a, b), shards)]
+def stale_gradients(seed: int) -> Cluster:
+    """One experiment takes the place of another at the same address, while a worker still computes for the first.
+
+    The worker w0 sleeps through the change. When it wakes, it pushes what it has computed of step 0, the step that is
+    open: only the session tells that it was computed from other weights.
+    """
+    cluster = Cluster(seed=seed, shards=8, steps=4, save_every=0, shard_s=(0.01, 0.03))
+    cluster.start_worker("w0")
+    for name in ("w1", "w2"):
+        cluster.network.at(0.05, lambda name=name: cluster.start_worker(name))
+
+    def replace_server() -> None:
+        cluster.kill_server()
+        cluster.disk.clear()
+        cluster.witness.steps.clear()
+        cluster.scale = 7.0
+        cluster.start_server()
+
+    cluster.network.at(0.12, lambda: cluster.frozen.add("w0"))
+    cluster.network.at(0.16, replace_server)
+    cluster.network.at(0.36, lambda: cluster.frozen.discard("w0"))
+    return cluster

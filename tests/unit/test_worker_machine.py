@@ -179,6 +179,17 @@ def test_heartbeats_go_out_while_it_compiles() -> None:
     assert beats == [Send(Alive(SESSION, ME, -1, "loading and compiling"))] * 4
 
 
+def test_it_says_that_it_is_ready_until_it_is_given_work() -> None:
+    """The first time may have been lost, and nobody would ever plan it."""
+    worker = served()
+    ready, alive = Send(Ready(SESSION, ME, "cpu")), Send(Alive(SESSION, ME, -1, "waiting for version 0"))
+    assert worker.wait(2) == [ready, alive, ready, alive]
+    worker.weights(0, (9, 0, 4))
+    assert ready in worker.wait(1)
+    worker.weights(1, (ME, 0, 4))
+    assert worker.wait(1) == [Send(Alive(SESSION, ME, 1, "computing shards 0-3 of step 1"))]
+
+
 def test_weights_that_come_before_it_is_prepared_are_let_go() -> None:
     worker = Worker()
     worker.tell(WELCOME)
