@@ -140,6 +140,22 @@ def explain(
     return 0
 
 
+@app.command()
+def audit(run: Run) -> int:
+    """Prove from the ledger that every sample was used exactly once."""
+    folder = _find(run)
+    from gradbus.audit import Violation
+    from gradbus.audit import audit as prove
+
+    with _one_line():
+        try:
+            print(prove(folder))
+        except Violation as violation:
+            print(f"violation: {violation}")
+            return 1
+    return 0
+
+
 def main() -> NoReturn:
     """The `gradbus` command."""
     try:

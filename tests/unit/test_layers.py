@@ -34,6 +34,7 @@ THIRD_PARTY = {  # msgspec may be used anywhere, numpy wherever JAX may; all oth
     "worker.batches": {"numpy"},
     "worker.compute": {"numpy", "jax"},
     "worker.executor": {"numpy"},
+    "gradbus.audit": {"numpy"},
     "gradbus.build": {"numpy", "jax"},
     "gradbus.cli": {"typer"},
     "gradbus.evaluate": {"numpy", "jax"},
