@@ -109,7 +109,7 @@ def _run_worker(address: str, name: str | None, data_dir: str | None, bus: "BusS
     client, sockets = worker(address, name, data_dir, bus, note)
     with _on_signal(client.request_stop, sockets.waker.fileno()):
         outcome = client.run()
-    sockets.close(linger=outcome.exit_code != 0)
+    sockets.close(linger=outcome.exit_code == EXIT_USAGE)  # for the reason to arrive; a goodbye is acknowledged
     if outcome.exit_code in (0, EXIT_INTERRUPTED, EXIT_TERMINATED):
         log.info("%s", outcome.reason)
         reporter.event("left")

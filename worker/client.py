@@ -89,6 +89,7 @@ class Client:
         if self._stop_exit_code is not None:
             code, self._stop_exit_code = self._stop_exit_code, None
             self._do(StopRequested(code))
+            timeout_s = 0.0
         while not self._events.empty():
             self._take(*self._events.get())
             timeout_s = 0.0
