@@ -169,7 +169,8 @@ class Client:
 
     def _compute(self, action: Compute) -> None:
         assert self._executor is not None and self._welcome is not None and self._buffer is not None
-        self._outgoing.clear()  # what was not sent for an older version is no use any more
+        # What was not sent for an older version is no use any more; a revised plan of the same one takes nothing back.
+        self._outgoing = deque(one for one in self._outgoing if one[0].version == action.version)
         self._executor.compute(self._welcome.session, action.version, self._buffer, action.nodes)
 
     def _push(self, node: Node) -> None:
