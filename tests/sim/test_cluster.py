@@ -116,6 +116,16 @@ def test_rough_schedules_end_with_the_same_bits(block: int) -> None:
         assert_same_bits(found, cluster.steps, cluster.shards, cluster)
 
 
+def test_a_seed_tells_the_whole_story() -> None:
+    """Or a failure could not be looked into."""
+    stories = []
+    for _ in range(2):
+        cluster = rough_schedule(7)
+        cluster.run()
+        stories.append((cluster.network.now, list(cluster.network.log), cluster.witness.notes, cluster.witness.steps))
+    assert stories[0] == stories[1]
+
+
 def test_a_sum_in_order_of_arrival_would_be_caught() -> None:
     """The toy model is one where the order of sums shows; otherwise the tests above would prove nothing."""
     from cluster import shard_gradient

@@ -19,11 +19,13 @@ from bus import codec, sockets
 from bus.codec import Bytes
 from bus.endpoints import parse
 from bus.errors import EndpointError
+from bus.layout import Layout
 from bus.messages import (
     Alive,
     Contribution,
     Evaluate,
     Hello,
+    Leaf,
     Malformed,
     Plan,
     Ready,
@@ -42,8 +44,13 @@ HELLO = Hello("w0", "lab", 40, 1, {})
 LIMIT_S = 10.0  # for anything to arrive; it takes milliseconds
 
 
+@pytest.fixture(autouse=True)
+def no_long_goodbyes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "LINGER_MS", 200)
+
+
 @pytest.fixture
-def server() -> Iterator[ServerSockets]:
+def server(no_long_goodbyes: None) -> Iterator[ServerSockets]:
     with ServerSockets(SETTINGS, bucket_bytes=BUCKET_BYTES, buckets=BUCKETS) as made:
         yield made
 
@@ -156,6 +163,18 @@ def test_a_gradient_can_be_added_to_where_it_lies(server: ServerSockets, worker:
     one, two = (receive(server, Contribution).payload.view(np.float32) for _ in range(2))
     np.add(one, two, out=one)
     assert (one == 2).all()
+
+
+def test_an_array_larger_than_any_message_arrives_in_pieces(server: ServerSockets, worker: WorkerSockets) -> None:
+    layout = Layout([Leaf("w", "float32", (10_000_001,), "trainable")], BUCKET_BYTES)
+    assert len(layout.buckets) == 39
+    join(server, worker)
+    sent, received = layout.pack([pattern(40_000_004).view(np.float32)]), layout.empty()
+    for index in range(39):
+        server.publish(weights(1, index), layout.bucket(sent, index))
+        arrival = receive(worker, Weights)
+        layout.bucket(received, arrival.message.bucket)[:] = arrival.payload  # type: ignore[union-attr]
+    assert np.array_equal(received, sent)
 
 
 def test_what_was_handed_over_is_safe_from_the_garbage_collector(server: ServerSockets, worker: WorkerSockets) -> None:
@@ -274,8 +293,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_nothing_blocks_while_there_is_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "LINGER_MS", 100)
+def test_nothing_blocks_while_there_is_no_server() -> None:
     nowhere = f"tcp://127.0.0.1:{free_port()}"
     began = time.monotonic()
     with WorkerSockets(nowhere, SETTINGS) as worker:
@@ -302,8 +320,7 @@ def test_a_server_that_does_not_read_makes_push_say_no(server: ServerSockets, wo
 
 
 @pytest.mark.parametrize("queued", ["gradients", "weights"])
-def test_closing_ends_though_the_other_side_reads_nothing(queued: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "LINGER_MS", 200)
+def test_closing_ends_though_the_other_side_reads_nothing(queued: str) -> None:
     server = ServerSockets(SETTINGS, bucket_bytes=BUCKET_BYTES, buckets=BUCKETS)
     worker = WorkerSockets(server.control, SETTINGS)
     join(server, worker)
