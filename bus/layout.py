@@ -8,6 +8,7 @@ gradient can be summed as one flat array. The padding between leaves is zero and
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -80,10 +81,13 @@ class Layout:
     def views(self, buffer: Bytes) -> list[npt.NDArray[np.generic]]:
         """One array per leaf, in order, each a view of ``buffer``. Names of dtypes beyond NumPy's own need
         ``ml_dtypes`` imported, which JAX does."""
+        return [np.ndarray(shape, dtype, buffer.data, offset) for shape, dtype, offset in self._places]
+
+    @cached_property
+    def _places(self) -> list[tuple[tuple[int, ...], np.dtype[np.generic], int]]:
+        """Shape, dtype and offset of each leaf, looked up once."""
         return [
-            buffer[offset : offset + leaf.size * ITEM_SIZES_BYTES[leaf.dtype]]
-            .view(np.dtype(leaf.dtype))
-            .reshape(leaf.shape)
+            (leaf.shape, np.dtype(leaf.dtype), offset)
             for leaf, offset in zip(self.leaves, self.offsets_bytes, strict=True)
         ]
 
@@ -92,7 +96,7 @@ class Layout:
         target = self.empty() if buffer is None else buffer
         for view, leaf, array in zip(self.views(target), self.leaves, arrays, strict=True):
             found = np.asarray(array)
-            if found.shape != leaf.shape or found.dtype.name != leaf.dtype:
+            if found.shape != view.shape or found.dtype.newbyteorder("=") != view.dtype:
                 raise LayoutError(
                     f"{leaf.name}: found {found.dtype.name}{list(found.shape)}, expected {leaf.dtype}{list(leaf.shape)}"
                 )

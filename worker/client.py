@@ -63,6 +63,8 @@ class Client:
         self._checksums = False  # the run wants them: its weights carry them
         self._results: dict[Node, Result] = {}  # of the version that is computed on; kept until it has passed
         self._outgoing: deque[tuple[Contribution, Bytes]] = deque()
+        self._computing: set[Node] = set()  # ordered for that version, and not pushed yet
+        self._prefetched = -1  # the version after whose work the next batches were ordered
         self._stop_exit_code: int | None = None
 
     def attach(self, executor: Executor) -> None:
@@ -164,6 +166,7 @@ class Client:
         if weights.version != self._buffer_version or self._buffer is None:
             self._buffer, self._buffer_version = self._layout.empty(), weights.version
             self._results.clear()
+            self._computing.clear()
         self._layout.bucket(self._buffer, weights.bucket)[:] = payload
         self._checksums = weights.checksum is not None
 
@@ -172,6 +175,7 @@ class Client:
         # What was not sent for an older version is no use any more; a revised plan of the same one takes nothing back.
         self._outgoing = deque(one for one in self._outgoing if one[0].version == action.version)
         self._executor.compute(self._welcome.session, action.version, self._buffer, action.nodes)
+        self._computing.update(action.nodes)
 
     def _push(self, node: Node) -> None:
         assert self._welcome is not None and self._gradient_layout is not None
@@ -195,15 +199,22 @@ class Client:
                 checksum=codec.checksum(payload) if self._checksums else None,
             )
             self._outgoing.append((contribution, payload))
+        self._computing.discard(node)
         self._flush()
 
     def _flush(self) -> None:
         while self._outgoing and self._transport.push(*self._outgoing[0]):
             self._outgoing.popleft()
+        # The next batches are made once everything is on its way: making them holds up this thread.
+        if self._results and not self._computing and not self._outgoing and self._prefetched != self._buffer_version:
+            assert self._executor is not None
+            self._prefetched = self._buffer_version
+            self._executor.prefetch(self._buffer_version + 1, tuple(self._results))
 
     def _forget(self) -> None:
         self._outgoing.clear()
         self._results.clear()
+        self._computing.clear()
         self._buffer, self._buffer_version, self._welcome = None, -1, None
         if self._executor is not None:
             self._executor.cancel()

@@ -103,8 +103,9 @@ class ShardGradients:
         """Take the weights in ``buffer``, which must not change as long as they are used: on the CPU JAX reads them
         where they lie."""
         leaves: dict[str, list[jax.Array]] = {"trainable": [], "frozen": [], "state": []}
-        for leaf, view in zip(self._weights.leaves, self._weights.views(buffer), strict=True):
-            leaves[leaf.kind].append(jax.device_put(view, self._device))
+        arrays = jax.device_put(self._weights.views(buffer), self._device)  # at once: half the price of one by one
+        for leaf, array in zip(self._weights.leaves, arrays, strict=True):
+            leaves[leaf.kind].append(array)
         self._loaded = (leaves["trainable"], leaves["frozen"], leaves["state"])
 
     def shard(self, version: int, shard: int) -> ShardSum:

@@ -63,6 +63,7 @@ class Stopped(Exception):
 class Executor(Protocol):
     def prepare(self, welcome: Welcome) -> None: ...
     def compute(self, session: int, version: int, buffer: Bytes, nodes: tuple[Node, ...]) -> None: ...
+    def prefetch(self, version: int, nodes: tuple[Node, ...]) -> None: ...
     def cancel(self) -> None: ...
 
 
@@ -136,6 +137,9 @@ class ThreadExecutor:
         self._wanted = (session, version)
         self._orders.put(lambda: self._compute(session, version, buffer, nodes))
 
+    def prefetch(self, version: int, nodes: tuple[Node, ...]) -> None:
+        self._orders.put(lambda: self._prefetch(version, nodes))
+
     def cancel(self) -> None:
         self._wanted = (-1, -1)
 
@@ -162,5 +166,7 @@ class ThreadExecutor:
                 session, version, buffer, node, lambda: self._wanted == (session, version)
             )
             self._post(Computed(session, version, node), result)
-        if self._orders.empty():
-            self._calculator.prefetch(version + 1, nodes)
+
+    def _prefetch(self, version: int, nodes: tuple[Node, ...]) -> None:
+        if self._calculator is not None and self._orders.empty():
+            self._calculator.prefetch(version, nodes)

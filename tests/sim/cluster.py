@@ -134,6 +134,9 @@ class SimExecutor:
             delay_s += self.shard_s() * (node[1] - node[0])
             self._later(delay_s, partial(self._done, (session, version), node, result))
 
+    def prefetch(self, version: int, nodes: tuple[Node, ...]) -> None:
+        self.calculator.prefetch(version, nodes)
+
     def cancel(self) -> None:
         self.wanted = (-1, -1)
 

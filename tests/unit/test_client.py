@@ -57,6 +57,7 @@ class Orders:
         self.computed: list[tuple[int, int, tuple[Node, ...]]] = []
         self.buffers: list[Any] = []
         self.did: list[str] = []
+        self.prefetched: list[tuple[int, tuple[Node, ...]]] = []
 
     def prepare(self, welcome: Welcome) -> None:
         self.did.append("prepare")
@@ -64,6 +65,9 @@ class Orders:
     def compute(self, session: int, version: int, buffer: Any, nodes: tuple[Node, ...]) -> None:
         self.computed.append((session, version, nodes))
         self.buffers.append(buffer)
+
+    def prefetch(self, version: int, nodes: tuple[Node, ...]) -> None:
+        self.prefetched.append((version, nodes))
 
     def cancel(self) -> None:
         self.did.append("cancel")
@@ -137,9 +141,12 @@ def test_what_finds_no_room_is_sent_as_soon_as_there_is_some() -> None:
     worker.wire.room = 1
     worker.computed(0, (0, 4))
     assert worker.pushed() == [(0, (0, 4), 0)]
+    assert worker.orders.prefetched == []  # making batches would hold up what is still to be sent
     worker.wire.room = 10
     worker.client.turn(0.0)
     assert worker.pushed() == [(0, (0, 4), 1), (0, (0, 4), 2)]
+    worker.client.turn(0.0)
+    assert worker.orders.prefetched == [(1, ((0, 4),))]
 
 
 def test_what_found_no_room_is_let_go_when_a_newer_version_comes() -> None:

@@ -86,19 +86,21 @@ def test_each_node_is_reported_as_soon_as_it_is_summed(loop: Loop, gradients: Gr
     assert gradients.did[0] == "load 0.5" and gradients.did.count("load 0.5") == 1
 
 
-def test_the_batches_of_the_next_step_are_made_when_there_is_nothing_else_to_do(
+def test_the_batches_of_the_next_step_are_made_only_when_there_is_nothing_else_to_do(
     loop: Loop, gradients: Gradients
 ) -> None:
     gradients.go.clear()
     buffer = weights(0)
     loop.executor.compute(7, 4, buffer, ((0, 1),))
     assert gradients.started.wait(LIMIT_S)
+    loop.executor.prefetch(5, ((0, 1),))
     loop.executor.compute(7, 4, buffer, ((1, 2), (3, 4)))
     gradients.go.set()
     loop.executor.prepare(WELCOME)
     assert [type(loop.next()[0]) for _ in range(4)] == [Computed, Computed, Computed, Prepared]
     assert [did for did in gradients.did if did.startswith("prefetch")] == []
     loop.executor.compute(7, 5, buffer, ((0, 2), (3, 4)))
+    loop.executor.prefetch(6, ((0, 2), (3, 4)))
     assert gradients.prefetched.wait(LIMIT_S)
     assert gradients.did[-1] == "prefetch [0, 1, 3] of 6"
 
