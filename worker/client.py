@@ -35,8 +35,8 @@ RETRY_PUSH_S = 0.005  # while the queue of the gradients socket is full
 
 
 class Client:
-    """``executor`` is told with ``attach``, because it posts its events here. ``note`` says a line to people, ``log`` one to the
-    worker's own log."""
+    """``executor`` is told with ``attach``, because it posts its events here. ``note`` says a line to people, ``log``
+    one to the worker's own log."""
 
     def __init__(
         self,
