@@ -133,13 +133,14 @@ def test_a_repeated_hello_is_admitted_again_as_the_same_member() -> None:
 
 
 def test_training_waits_for_min_workers_once() -> None:
-    ps = Ps(min_workers=2)
+    ps = Ps(min_workers=2, heartbeat_timeout_s=600.0)
     assert not only(Publish, ps.ready("w0"))
     assert ps.machine.phase is Phase.WAITING
     (publish,) = only(Publish, ps.ready("w1"))
     assert publish.plan == plan((1, 0, 2), (2, 2, 4))
     ps.tell(Leave(SESSION, 2), b"w1")
     assert only(Publish, ps.step()), "one worker goes on alone"
+    assert not only(Finish, ps.wait(100)), "for as long as it takes"
 
 
 def test_a_snapshot_of_before_the_first_step_has_an_older_plan_than_the_step() -> None:
@@ -317,6 +318,16 @@ def test_a_contribution_of_an_older_session_is_no_sign_of_life() -> None:
     assert not ps.machine.members.members
 
 
+def test_the_speed_of_a_member_is_that_of_its_last_contribution() -> None:
+    ps = Ps(buckets=2)
+    ps.ready("w0")
+    for node, computed_s in (((0, 2), 0.5), ((2, 4), 0.25)):
+        for bucket in (0, 1):
+            ps.push(*node, bucket=bucket, computed_s=computed_s)
+    member = ps.machine.members.members[1]
+    assert (member.contributions, member.examples_per_second) == (2, 64.0)
+
+
 def test_a_snapshot_carries_the_plan_of_the_open_step() -> None:
     ps = Ps()
     ps.ready("w0"), ps.ready("w1")
@@ -438,6 +449,7 @@ def test_heartbeats_name_the_version_and_what_is_missing() -> None:
 
 def test_the_server_wants_to_be_woken_for_its_next_heartbeat() -> None:
     ps = Ps(heartbeat_s=2.0)
+    assert ps.machine.wake_at == 1002.0
     ps.ready("w0")
     wake_at = ps.machine.wake_at
     assert wake_at == 1002.0
@@ -592,12 +604,23 @@ def test_checkpoints_and_evaluations_follow_the_publication_and_none_is_made_twi
     assert sorted(map(str, made[3])) == sorted(map(str, [Save(4, True), PublishEvaluation(4)]))
 
 
+def test_a_version_that_was_saved_is_not_saved_again_at_the_end() -> None:
+    ps = Ps(save_every=1)
+    ps.ready("w0")
+    assert only(Save, ps.step()) == [Save(1, False)]
+    ps.tell(Leave(SESSION, 1), b"w0")
+    actions = ps.tell(StopRequested(5.0))
+    assert only(Finish, actions) and not only(Save, actions)
+
+
 # Being asked to stop
 
 
 def test_asked_while_waiting_it_ends_at_once() -> None:
     ps = Ps()
-    assert only(Finish, ps.tell(StopRequested(5.0))) == [Finish("interrupted", "asked to stop at version 0", 130)]
+    actions = ps.tell(StopRequested(5.0))
+    assert only(Save, actions) == [Save(0, True)]
+    assert only(Finish, actions) == [Finish("interrupted", "asked to stop at version 0", 130)]
 
 
 def test_asked_during_a_step_it_ends_after_it() -> None:
@@ -612,6 +635,7 @@ def test_asked_during_a_step_it_ends_after_it() -> None:
 def test_asked_during_an_update_it_ends_after_it() -> None:
     ps = Ps()
     ps.ready("w0"), ps.push(0, 4)
+    assert ps.push(0, 4)[0].reason == "no open step: the server is updating"
     assert ps.tell(StopRequested(5.0)) == []
     assert said(Stop, ps.tell(Updated(True)))[0].reason == "asked to stop at version 1"
 
@@ -620,12 +644,18 @@ def test_a_step_that_takes_too_long_is_given_up() -> None:
     ps = Ps()
     ps.ready("w0"), ps.step()
     ps.tell(StopRequested(2.0))
-    assert ps.machine.wake_at <= ps.now + 2.0
     assert not said(Stop, ps.wait(1.5))
     actions = ps.wait(0.5)
     (stop,) = said(Stop, only(Broadcast, actions))
     assert stop.reason == "asked to stop at version 1; its step could not be finished in time"
     assert only(Save, actions) == [Save(1, True)]
+
+
+def test_the_server_wants_to_be_woken_when_the_time_for_a_step_is_up() -> None:
+    ps = Ps(heartbeat_s=1.0)
+    ps.ready("w0")
+    ps.tell(StopRequested(0.25))
+    assert ps.machine.wake_at == ps.now + 0.25
 
 
 def test_to_ask_again_gives_no_more_time() -> None:
