@@ -126,8 +126,8 @@ def last_lines(run: RunFolder, summary: dict[str, Any], result: Result) -> list[
     lines: list[RenderableType] = [Text(f"{status}: {reason}" if reason else status, style=style)]
     if status == "failed" and not result.outcome.explained and result.failures:
         lines.append(failure_table(result.failures))
-    if summary["exit_code"] == 2:
-        return lines
+    if summary["exit_code"] == 2 and not summary["version"]:
+        return lines  # nothing was trained: the line says all
     lines += [Text(line) for line in _numbers(summary)]
     lines += [
         Text(f"run folder: {shown(run.path)}"),
