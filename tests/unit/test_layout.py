@@ -123,6 +123,13 @@ def test_a_leaf_larger_than_a_bucket_is_cut() -> None:
     assert layout.offsets_bytes == (0, 64)
 
 
+def test_a_bucket_is_filled_to_the_last_byte() -> None:
+    half = [Leaf(name, "float32", (16,), "trainable") for name in ("a", "b")]
+    assert [bucket.size_bytes for bucket in Layout(half, 128).buckets] == [128]
+    whole = [Leaf("a", "float32", (32,), "trainable"), Leaf("b", "float32", (1,), "trainable")]
+    assert [bucket.size_bytes for bucket in Layout(whole, 128).buckets] == [128, 64]
+
+
 def test_a_message_is_never_larger_than_a_bucket_however_large_a_leaf_is() -> None:
     layout = Layout([Leaf("huge", "float32", (600_000_000,), "trainable")], 1 << 30)  # 2.4 GB: more than an int holds
     assert [bucket.size_bytes for bucket in layout.buckets] == [1 << 30, 1 << 30, 2_400_000_000 - (2 << 30)]
@@ -140,6 +147,12 @@ def test_a_message_is_never_larger_than_a_bucket_however_large_a_leaf_is() -> No
 def test_an_array_of_another_shape_or_dtype_is_refused_by_name(leaf: Leaf, array: Any) -> None:
     with pytest.raises(LayoutError, match=r"\['w'\]: found .*, expected " + leaf.dtype):
         Layout([leaf], 64).pack([array])
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_another_number_of_arrays_is_refused(count: int) -> None:
+    with pytest.raises(ValueError):
+        Layout([Leaf("w", "float32", (2,), "trainable")], 64).pack([np.zeros(2, np.float32)] * count)
 
 
 def test_a_big_endian_array_arrives_as_the_same_numbers() -> None:

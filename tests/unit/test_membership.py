@@ -21,6 +21,13 @@ def joined(members: Membership, name: str) -> Member:
     return member
 
 
+def test_a_new_member_has_done_nothing_yet() -> None:
+    member, _ = membership().join(hello(), b"peer")
+    assert not member.ready and not member.subscribed and not member.plannable
+    assert (member.contributions, member.examples_per_second, member.version) == (0, 0.0, -1)
+    assert str(member) == "w0 (member 1, lab pid 40)"
+
+
 def test_a_repeated_hello_is_the_same_member() -> None:
     members = membership()
     first, _ = members.join(hello(), b"peer")

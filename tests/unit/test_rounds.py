@@ -151,7 +151,8 @@ def test_buckets_arrive_on_their_own() -> None:
 def test_what_is_no_node_is_refused_and_changes_nothing(node: Node) -> None:
     step = Round(0, 5, 1)
     reason = step.offer(contribution(node))
-    assert isinstance(reason, str) and "no node of the tree over 5 shards" in reason
+    said = f"no such shards: {node[0]}..{node[1] - 1} are no node of the tree over 5 shards"
+    assert reason == said
     assert step.parts == [{}]
 
 

@@ -186,8 +186,8 @@ def test_it_says_that_it_is_ready_until_it_is_given_work() -> None:
     assert worker.wait(2) == [ready, alive, ready, alive]
     worker.weights(0, (9, 0, 4))
     assert ready in worker.wait(1)
-    worker.weights(1, (ME, 0, 4))
-    assert worker.wait(1) == [Send(Alive(SESSION, ME, 1, "computing shards 0-3 of step 1"))]
+    worker.weights(0, (9, 0, 2), (ME, 2, 4), revision=2)
+    assert worker.wait(1) == [Send(Alive(SESSION, ME, 0, "computing shards 2-3 of step 0"))]
 
 
 def test_weights_that_come_before_it_is_prepared_are_let_go() -> None:
@@ -294,6 +294,21 @@ def test_the_buckets_of_two_versions_are_not_mixed() -> None:
     assert only(Compute, worker.weights(5, (ME, 0, 4), bucket=0))
 
 
+def test_a_plan_that_comes_before_the_weights_of_its_version_starts_them_anew() -> None:
+    worker = served(buckets=2)
+    worker.weights(4, (ME, 0, 4), bucket=0)
+    worker.tell(messages.Plan(SESSION, 5, 2, assigned((ME, 0, 4))))
+    assert not only(Compute, worker.weights(5, (ME, 0, 4), bucket=1, revision=2))
+    assert only(Compute, worker.weights(5, (ME, 0, 4), bucket=0, revision=2)) == [Compute(5, ((0, 4),))]
+
+
+def test_a_revised_plan_keeps_what_has_arrived_of_its_version() -> None:
+    worker = served(buckets=2)
+    worker.weights(4, (ME, 0, 2), bucket=0)
+    worker.tell(messages.Plan(SESSION, 4, 2, assigned((ME, 0, 2), (ME, 2, 4))))
+    assert only(Compute, worker.weights(4, (ME, 0, 2), bucket=1)) == [Compute(4, ((0, 2), (2, 4)))]
+
+
 def test_a_revised_plan_gives_it_more_to_do() -> None:
     worker = served()
     worker.weights(0, (ME, 0, 2), (9, 2, 4))
@@ -346,6 +361,14 @@ def test_a_gradient_that_is_listed_as_missing_twice_is_pushed_again() -> None:
     assert worker.serving(0, (0, 4)) == [Push(0, (0, 2))]
 
 
+def test_only_what_is_missing_of_this_step_is_pushed_again() -> None:
+    worker = served()
+    worker.step(5, (0, 2))
+    for _ in range(4):
+        assert worker.serving(5, (2, 4)) == [], "a neighbour's"
+        assert worker.serving(4, (0, 4)) == [], "a heartbeat that was overtaken"
+
+
 def test_what_is_still_being_computed_is_not_pushed_again() -> None:
     worker = served()
     worker.weights(0, (ME, 0, 4))
@@ -357,6 +380,9 @@ def test_heartbeats_say_what_it_is_doing() -> None:
     worker = served()
     worker.weights(6, (ME, 0, 2), (ME, 2, 3))
     assert worker.machine.doing == "computing shards 0-1 of step 6"
+    worker.wait(0.5)
+    assert worker.machine.wake_at == worker.now + 1.0, "one has just gone out"
+    worker.wait(0.5)
     worker.tell(Computed(SESSION, 6, (0, 2)))
     assert worker.wait(1) == [Send(Alive(SESSION, ME, 6, "computing shard 2 of step 6"))]
     worker.tell(Computed(SESSION, 6, (2, 3)))
