@@ -2,6 +2,7 @@
 
 base       the Workload protocol (the contract of a user's own file), how a name becomes a workload, and its check
 datasets   where datasets lie on disk, how they are verified and read
+layers     the few layers that the shipped networks share
 digits     1,797 pictures of 8x8, shipped; a small convolutional network; the default
 fashion    Fashion-MNIST, a convolutional network
 cifar10    the first experiment: the CIFAR-10 network of TensorFlow's tutorial, whole
