@@ -26,6 +26,7 @@ from bus.transport import Arrival, Payload, Peer
 BIND_RETRY_S = 5.0  # a port of a process that was just killed is free again within this time
 LINGER_MS = 1000
 CONTROL_LIMIT_BYTES = 2 << 20  # nothing a worker says over control is larger
+SUBSCRIBER_QUEUE_BYTES = 64 << 20  # what a stuck subscriber may hold; beyond it TCP pushes back, and the PS drops
 VERSIONS_QUEUED = 3  # per subscriber; a slower one loses weights, notices the gap and fetches
 # A subscriber's last topic, which tells the PS that all of them are there. ZeroMQ sends subscriptions in the order of
 # their bytes, not in that of the calls, and "~" comes after all letters.
@@ -232,7 +233,9 @@ class WorkerSockets(_Sockets):
         # IMMEDIATE: nothing is queued for a connection that is not there, so nothing old arrives when it comes back.
         self._gradients = self._socket(zmq.PUSH, IMMEDIATE=1, SNDHWM=64)
         _connect(self._gradients, gradients)
-        self._weights = self._socket(zmq.SUB, RCVHWM=1000, MAXMSGSIZE=bucket_bytes + CONTROL_LIMIT_BYTES)
+        self._weights = self._socket(
+            zmq.SUB, RCVHWM=_bucket_queue(bucket_bytes), MAXMSGSIZE=bucket_bytes + CONTROL_LIMIT_BYTES
+        )
         for topic in (Weights.kind, Plan.kind, Stop.kind, _MEMBER_TOPIC % member):
             self._weights.subscribe(topic)
         _connect(self._weights, weights)
@@ -258,11 +261,18 @@ class ObserverSockets(_Sockets):
 
     def __init__(self, weights: str, settings: BusSettings, kinds: tuple[bytes, ...], bucket_bytes: int) -> None:
         super().__init__(1, settings)
-        self._weights = self._socket(zmq.SUB, RCVHWM=1000, MAXMSGSIZE=bucket_bytes + CONTROL_LIMIT_BYTES)
+        self._weights = self._socket(
+            zmq.SUB, RCVHWM=_bucket_queue(bucket_bytes), MAXMSGSIZE=bucket_bytes + CONTROL_LIMIT_BYTES
+        )
         for kind in kinds:
             self._weights.subscribe(kind)
         _connect(self._weights, weights)
         self._listen("weights", self._weights)
+
+
+def _bucket_queue(bucket_bytes: int) -> int:
+    """The bound of a subscriber's queue in messages: ZeroMQ does not count bytes."""
+    return min(1000, max(4, SUBSCRIBER_QUEUE_BYTES // bucket_bytes))
 
 
 def _connect(each: "zmq.Socket[bytes]", address: str) -> None:

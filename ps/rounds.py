@@ -51,6 +51,8 @@ class Round:
             return f"no such shards: {node[0]}..{node[1] - 1} are no node of the tree over {self.shards} shards"
         if not 0 <= contribution.bucket < self.buckets:
             return f"no such bucket: bucket {contribution.bucket} of {self.buckets}"
+        if contribution.examples < 0 or not all(node[0] <= shard < node[1] for shard in contribution.left_out):
+            return f"impossible facts: {contribution.examples} examples, shards {contribution.left_out} left out"
         held = self.parts[contribution.bucket]
         if any(tree.contains(other, node) for other in held):
             return "duplicate: these shards have arrived before"

@@ -170,3 +170,12 @@ def test_a_reason_to_refuse_is_of_a_few_kinds(low: int, high: int, bucket: int) 
     reason = Round(0, 5, 1).offer(msgspec.structs.replace(contribution((low, high)), bucket=bucket))
     if isinstance(reason, str):
         assert reason.split(":")[0] in {"duplicate", "no such shards", "no such bucket"}
+
+
+@pytest.mark.parametrize("facts", [{"examples": -1}, {"left_out": (2,)}, {"left_out": (0, 5)}])
+def test_facts_that_cannot_be_are_refused_and_change_nothing(facts: dict[str, Any]) -> None:
+    """They would be divided by, or name shards of somebody else."""
+    step = Round(0, 4, 1)
+    said = step.offer(Contribution(1, 1, 0, 0, 0, 2, **{"examples": 6, "sums": {}} | facts))
+    assert isinstance(said, str) and said.startswith("impossible facts:")
+    assert step.missing() == ((0, 4),)
