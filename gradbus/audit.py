@@ -105,9 +105,7 @@ def _check_epochs(steps: int, samples: int, settings: Settings) -> int:
             if position == samples:
                 if not (seen == epoch + 1).all():
                     wrong = int(np.flatnonzero(seen != epoch + 1)[0])
-                    raise Violation(
-                        f"epoch {epoch}: sample {wrong} was used {seen[wrong] - epoch} times, not once"
-                    )
+                    raise Violation(f"epoch {epoch}: sample {wrong} was used {seen[wrong] - epoch} times, not once")
                 epoch, position = epoch + 1, 0
     return epoch
 

@@ -30,18 +30,9 @@ from gradbus.recorder import RunRecorder
 from gradbus.records import Metrics, RunFolder
 from gradbus.report import Reporter
 from gradbus.settings import Settings
-from gradbus.workloads.base import (
-    DataError,
-    StatefulWorkload,
-    Workload,
-    WorkloadError,
-    describe_data,
-    is_stateful,
-    load,
-    read_data,
-    source_sha256,
-    validate,
-)
+from gradbus.workloads.base import DataError, StatefulWorkload, Workload, WorkloadError, is_stateful
+from gradbus.workloads.loading import load, read_data, source_sha256
+from gradbus.workloads.validation import describe_data, validate
 from ps import checkpoint as checkpoints
 from ps import optimizers
 from ps.history import History

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import optax
 
-from gradbus.workloads.base import load
+from gradbus.workloads.loading import load
 from worker.batches import Batches
 
 

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from gradbus.workloads import cifar10, layers
-from gradbus.workloads.base import WorkloadError, describe_data, load, validate
+from gradbus.workloads.base import WorkloadError
 from gradbus.workloads.cifar10 import Cifar10
 from gradbus.workloads.digits import Digits, shifted
 from gradbus.workloads.fashion import Fashion
+from gradbus.workloads.loading import load
 from gradbus.workloads.quadratic import Quadratic, QuadraticState
+from gradbus.workloads.validation import describe_data, validate
 
 KEY = jax.random.key(0)
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gradbus.workloads.base import WorkloadError, is_stateful, load, source_sha256
+from gradbus.workloads.base import WorkloadError, is_stateful
+from gradbus.workloads.loading import load, source_sha256
 
 GOOD = """
 class Mine:
