@@ -65,14 +65,17 @@ def _run_ps(folder: Path, resume: Path | None, reporter: Reporter) -> int:
     settings = load(run.config)
     _set_threads(settings.train.threads, cpu=True)
     from gradbus.build import service
+    from ps.actions import Finish
 
     built = service(run, settings, reporter, resume)
     server, recorder = built.server, built.recorder
     with _on_signal(lambda code: server.request_stop(), built.sockets.waker.fileno()):
         outcome = server.run()
+        unsaved = server.close()  # a signal must not end this
     built.sockets.close()
-    server.close()
     recorder.close()
+    if unsaved and outcome.status == "done":
+        outcome = Finish("failed", f"{outcome.reason}, but not saved: {unsaved}", EXIT_FAILED)
     reporter.event(
         "finished",
         status=outcome.status,

@@ -82,6 +82,7 @@ class Server:
         self._reducer = Reducer(self._gradient_layout, machine.rules.shards)
         self._current = self._layout.pack(updater.weights())  # never changed once filled: readers may hold it
         self._stop_requested = False
+        self._unsaved = ""  # why the newest checkpoint is not on disk
 
     outcome: Finish | None
 
@@ -232,10 +233,12 @@ class Server:
 
     def _hear_saver(self) -> None:
         for result in self._saver.poll():
-            if isinstance(result, Failed):
-                self._recorder.note(f"checkpoint of version {result.version} not saved: {result.reason}")
+            self._unsaved = result.reason if isinstance(result, Failed) else ""
+            if self._unsaved:
+                self._recorder.note(f"checkpoint of version {result.version} not saved: {self._unsaved}")
 
-    def close(self) -> None:
-        """Wait for the last checkpoint. Call after ``run``."""
-        self._saver.close(SAVE_LIMIT_S)
+    def close(self) -> str:
+        """Wait for the last checkpoint, after ``run``. Why it is not on disk; empty if it is."""
+        in_time = self._saver.close(SAVE_LIMIT_S)
         self._hear_saver()
+        return self._unsaved if in_time else f"it was still being written after {SAVE_LIMIT_S:g} s"

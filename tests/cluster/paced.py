@@ -2,6 +2,7 @@
 
 PACE_S        seconds that a batch takes to be read
 HOLD_TRACE_S  seconds that a worker takes to trace the loss, which begins with making the file `tracing`
+BALLAST_MB    megabytes that travel with the weights, untrained
 OTHER_DATA    the labels of this process differ
 OTHER_TREE    the parameters of this process have one array more
 """
@@ -17,6 +18,7 @@ import numpy as np
 from gradbus.workloads.quadratic import Quadratic
 
 PACE_S = float(os.environ.get("PACE_S", "0"))
+BALLAST_MB = int(os.environ.get("BALLAST_MB", "0"))
 HOLD_TRACE_S = float(os.environ.get("HOLD_TRACE_S", "0"))
 
 
@@ -29,6 +31,8 @@ class Slow(np.ndarray):
 class Paced(Quadratic):
     def init(self, key):
         params = super().init(key)
+        if BALLAST_MB:
+            params["ballast"] = jnp.zeros(BALLAST_MB << 18, jnp.int32)
         return {**params, "extra": jnp.zeros(3)} if "OTHER_TREE" in os.environ else params
 
     def loss(self, params, batch, key):

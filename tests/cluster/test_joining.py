@@ -68,7 +68,7 @@ def test_a_worker_with_other_code_data_or_model_is_sent_away_and_the_run_goes_on
     for text, worker in wrong.items():
         assert worker.wait(30) == 2, worker.output
         assert text in worker.output
-        evidence(f"gradbus worker --ps {address}", worker.until_line(text), "2")
+        evidence(f"gradbus worker --ps {address}", worker.output.splitlines()[-1], "2")
         pid = worker.popen.pid
         server.until(
             lambda pid=pid: any(r["pid"] == pid and r["event"] == "failed" for r in place.ledger("member")), "x"
@@ -95,6 +95,17 @@ def test_a_worker_without_a_parameter_server_says_so_and_gives_up(place, evidenc
     assert f"no answer from tcp://{nobody} for 5 s: is the parameter server running there" in last
     other.popen.terminate()
     assert other.wait(2) == 143, other.output
+
+
+@pytest.mark.timeout(60)
+def test_a_parameter_server_without_workers_gives_up(place, evidence):
+    server = place.start("ps", *EXPERIMENT, "cluster.max_wait_s=2")
+    server.address()
+    began = time.monotonic()
+    assert server.wait(15) == 3, server.output
+    assert time.monotonic() - began < 8
+    last = server.until_line("failed: no worker was ready for 2 s (nobody is here)")
+    evidence("gradbus ps cluster.max_wait_s=2", last, f"3, {time.monotonic() - began:.1f} s after it listens")
 
 
 @pytest.mark.timeout(60)

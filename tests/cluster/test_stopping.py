@@ -103,6 +103,17 @@ def test_ctrl_c_while_it_starts(place):
 
 
 @pytest.mark.timeout(60)
+def test_ctrl_c_while_the_last_checkpoint_is_written(place):
+    run = place.start("cluster", *EXPERIMENT, "train.steps=3", "-n", 1, BALLAST_MB=128)
+    saving = place.path / "runs" / "latest" / "checkpoints" / ".saving-version_000003"
+    run.until(saving.exists, "last checkpoint")
+    run.until_line("w0 left")  # there is nothing else left to do
+    run.interrupt_group()
+    assert run.wait(20) == 0, run.output
+    assert newest_checkpoint(place) == 3 and place.summary()["status"] == "done"
+
+
+@pytest.mark.timeout(60)
 def test_a_second_ctrl_c_ends_everything_at_once(place):
     run = place.start("cluster", *EXPERIMENT, "checkpoint.every=2", PACE_S=0.5)  # a step takes a second, or more
     run.until_version(1)
