@@ -46,6 +46,9 @@ from gradbus.incidents import (
 USER_FAULTS = frozenset({"settings", "data", "workload", "bind", "refused"})
 """Kinds of failure that one line explains and that a restart would only repeat."""
 
+STOPPED = frozenset({0, 128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT})
+"""How a process ends that was stopped. By SIGINT: it was not in a process group of its own yet when Ctrl-C came."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -236,7 +239,7 @@ class Policy:
         elif failed is not None and failed.kind != "internal":
             exit_code = 2 if failed.kind in USER_FAULTS else max(code, 1)
             verdict = Outcome("failed", failed.reason, exit_code)
-        elif self._signal is not None and code in (0, 128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGKILL):
+        elif self._signal is not None and code in STOPPED:
             how = "killed" if code == -signal.SIGKILL else "stopped"
             verdict = Outcome("interrupted", f"{how} before the parameter server could write a checkpoint", 0)
         else:

@@ -271,11 +271,12 @@ def test_the_echo_of_a_signal_is_no_second_signal(number):
     assert feed(policy, Signalled(number), now=21.5) == [Kill("ps")]
 
 
-def test_a_signal_before_the_ps_listens():
+@pytest.mark.parametrize("code", [-2, -15, 143])
+def test_a_signal_before_the_ps_listens(code):
     policy = begun(listening=False)
     assert without_notes(feed(policy, Signalled(signal.SIGINT))) == [Ask("ps")]
     assert feed(policy, Listening()) == [], "nobody is started any more"
-    feed(policy, Ended("ps", -15))
+    feed(policy, Ended("ps", code))
     assert summary(policy) == ("interrupted", 130)
 
 
