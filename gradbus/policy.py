@@ -7,8 +7,8 @@
     the last worker is out                   ask the PS to stop; the run has failed
     the evaluator dies                       training goes on; the last version is evaluated at the end
     the PS dies                              end everything; the run has failed and can be resumed
-    the PS has finished                      the evaluator is asked to end with the last version, the others get a
-                                             bounded time to leave by themselves
+    the PS has finished and is gone          the evaluator is asked to end with the last version, workers that are
+                                             still there to leave, each within a bounded time
     first signal                             ask the PS to finish its step, to checkpoint and to send everyone home
     second signal                            kill everything
 
@@ -249,9 +249,9 @@ class Policy:
             ]
             verdict = Outcome("failed", f"the parameter server ended: {reason}", 1, explained=False)
         self._verdict = self._verdict or verdict
-        if EVALUATOR in self._running:  # it ends when it has evaluated what has reached it
-            actions.append(Ask(EVALUATOR))
         for name in sorted(self._running):
+            # The evaluator ends when it has evaluated what has reached it; a worker that never joined would dial on.
+            actions.append(Ask(name))
             self._give(name, patience_s if name == EVALUATOR else min(patience_s, self.limits.leave_s), now)
         return actions
 

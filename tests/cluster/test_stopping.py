@@ -103,6 +103,15 @@ def test_ctrl_c_while_it_starts(place):
 
 
 @pytest.mark.timeout(60)
+def test_ctrl_c_before_the_workers_have_joined(place):
+    run = place.start("cluster", *EXPERIMENT)
+    run.address()
+    run.interrupt_group()
+    assert run.wait(8) == 130, run.output  # who never joined is not waited for
+    assert place.summary()["status"] == "interrupted"
+
+
+@pytest.mark.timeout(60)
 def test_ctrl_c_while_the_last_checkpoint_is_written(place):
     run = place.start("cluster", *EXPERIMENT, "train.steps=3", "-n", 1, BALLAST_MB=128)
     saving = place.path / "runs" / "latest" / "checkpoints" / ".saving-version_000003"

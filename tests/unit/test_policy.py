@@ -71,7 +71,7 @@ def test_workers_wait_for_the_ps_to_listen():
 def test_a_run_that_goes_well():
     policy = begun()
     assert feed(policy, Evaluated(40), DONE, Ended("w0", 0)) == []
-    assert feed(policy, Ended("ps", 0)) == [Ask("evaluator")], "it may not have heard of the end"
+    assert feed(policy, Ended("ps", 0)) == [Ask("evaluator"), Ask("w1")], "they may not have heard of the end"
     assert feed(policy, Ended("w1", 0)) == []
     assert policy.outcome is None, "the evaluator is still there"
     assert feed(policy, Ended("evaluator", 0)) == []
@@ -186,9 +186,9 @@ def test_the_evaluator_never_ends_a_run():
 @pytest.mark.parametrize("code", [-11, -9, 1, 0])
 def test_the_death_of_the_ps_ends_the_run(code):
     policy = begun()
-    blame, ask = feed(policy, Ended("ps", code), now=50.0)
+    blame, *asked = feed(policy, Ended("ps", code), now=50.0)
     assert describe_exit(code) in blame.reason and "resumed" in blame.answer
-    assert ask == Ask("evaluator")
+    assert asked == [Ask("evaluator"), Ask("w0"), Ask("w1")]
     assert feed(policy, Tick(), now=50.0) == [Terminate("evaluator"), Terminate("w0"), Terminate("w1")]
     feed(policy, Ended("evaluator", -15), Ended("w0", -15), Ended("w1", -15))
     assert summary(policy) == ("failed", 1)
