@@ -150,6 +150,7 @@ def service(run: RunFolder, settings: Settings, reporter: Reporter, resume: Path
             save_every=settings.checkpoint.every,
             evaluate_every=settings.eval.every,
             evaluate=settings.eval.enabled,
+            balance=settings.cluster.balance,
         ),
         session=session,
         version=restored.version if restored else 0,

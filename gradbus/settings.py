@@ -75,6 +75,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     min_workers  training waits for this many
     max_wait_s   how long it waits for them before the run ends
     restarts     how often a process that died is started again
+    balance      plan by measured speed, and let idle workers help with what is late
     hosts        other machines to start workers on: none can be started yet
     """
 
@@ -82,6 +83,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     min_workers: Annotated[int, Meta(ge=1, le=4096)] = 1
     max_wait_s: Annotated[float, Meta(ge=0.1, le=604800)] = 120.0
     restarts: Annotated[int, Meta(ge=0)] = 3
+    balance: bool = True
     hosts: list[str] = []
 
 

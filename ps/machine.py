@@ -60,6 +60,8 @@ from ps.membership import Member, Membership
 from ps.rounds import Round
 
 EXIT_DONE, EXIT_FAILED, EXIT_TOO_FEW, EXIT_INTERRUPTED = 0, 1, 3, 130
+SPEED_WEIGHT = 0.3  # of the newest measurement in a member's speed
+LATE_FACTOR = 1.5  # of the usual time of a step: what is missing then is given to idle members as well
 LEAVING_S = 5.0  # how long members have to say goodbye once the run is over
 
 
@@ -79,6 +81,7 @@ class Rules:
     save_every: int  # versions; 0: only at the end
     evaluate_every: int  # versions; 0: only at the end
     evaluate: bool
+    balance: bool = True  # plan by measured speed, and let idle members help with what is late
 
 
 class Phase(Enum):
@@ -108,6 +111,9 @@ class Machine:
         self.wake_at = now + rules.heartbeat_s
         self._heartbeat_at = now + rules.heartbeat_s
         self._skipped_in_a_row = 0
+        self._opened_at = now
+        self._usual_s: float | None = None  # of a step
+        self._late_at: float | None = None
         self._ending: tuple[Status, str, int] | None = None
         self._saved = -1 if version == 0 else version
         self._troubles: list[str] = []
@@ -212,15 +218,9 @@ class Machine:
         """Give the shards that nobody computes any more to those who are here."""
         if self.phase is not Phase.OPEN:
             return []
-        revised = planning.revise(self.plan, self.round.missing(), self.members.plannable(), self.rules.shards)
-        if revised == self.plan:
-            return []
-        added = set(revised) - set(self.plan)
-        self.plan = revised
-        if not added:
-            return []
-        self.revision += 1
-        return [Broadcast(messages.Plan(self.session, self.version, self.revision, self.plan))]
+        return self._broadcast(
+            planning.revise(self.plan, self.round.missing(), self.members.plannable(), self.rules.shards)
+        )
 
     # Steps
 
@@ -236,15 +236,49 @@ class Machine:
         if not enough:
             return []
         self._began = True
-        return self._open()
+        return self._open(now)
 
-    def _open(self) -> list[Action]:
-        self.phase = Phase.OPEN
+    def _open(self, now: float) -> list[Action]:
+        self.phase, self._opened_at = Phase.OPEN, now
+        self._late_at = now + LATE_FACTOR * self._usual_s if self.rules.balance and self._usual_s else None
         self.round = Round(self.version, self.rules.shards, self.rules.buckets)
         self.revision, self._troubles = 1, []
-        here = self.members.plannable()
-        self.plan = planning.divide(self.rules.shards, here) if here else ()
+        speeds = self._speeds()
+        self.plan = planning.divide(self.rules.shards, speeds) if speeds else ()
         return [Publish(self.version, self.revision, self.plan)]
+
+    def _speeds(self) -> dict[int, float]:
+        """Of everyone who can be planned. Who had nothing to do is thought a little faster each time, so that someone
+        who was slow once is tried again."""
+        members = [self.members.members[number] for number in self.members.plannable()]
+        if not self.rules.balance:
+            return {member.number: 0.0 for member in members}
+        fastest = max((member.examples_per_second for member in members), default=0.0)
+        for member in members:
+            if not planning.of_member(self.plan, member.number):
+                member.examples_per_second = min(fastest, member.examples_per_second * 1.05)
+        return {member.number: member.examples_per_second for member in members}
+
+    def _help_the_late(self, now: float) -> list[Action]:
+        """Give what is missing to members that have nothing left to do; whoever is first with it wins."""
+        if self._late_at is None or now < self._late_at or self._usual_s is None:
+            return []
+        self._late_at = now + LATE_FACTOR * self._usual_s
+        missing = self.round.missing()
+        waited_for = {
+            each.member for each in self.plan if any(low < each.high and each.low < high for low, high in missing)
+        }
+        idle = [number for number in self.members.plannable() if number not in waited_for]
+        return self._broadcast(planning.assist(self.plan, missing, idle, self.rules.shards))
+
+    def _broadcast(self, plan: planning.Plan) -> list[Action]:
+        """Make ``plan`` that of the open step, and tell everyone if anyone has more to do by it."""
+        added = set(plan) - set(self.plan)
+        self.plan = plan
+        if not added:
+            return []
+        self.revision += 1
+        return [Broadcast(messages.Plan(self.session, self.version, self.revision, self.plan))]
 
     def _contribution(self, contribution: Contribution, now: float) -> list[Action]:
         member = self.members.heard(contribution.member) if contribution.session == self.session else None
@@ -271,8 +305,10 @@ class Machine:
     ) -> list[Action]:
         if member and contribution.bucket == 0:
             member.contributions += 1
-            if contribution.computed_s > 0:
-                member.examples_per_second = contribution.examples / contribution.computed_s
+            if contribution.computed_s > 0 and contribution.examples:
+                speed = contribution.examples / contribution.computed_s
+                older = member.examples_per_second or speed
+                member.examples_per_second = older + SPEED_WEIGHT * (speed - older)
         if contribution.left_out and contribution.bucket == 0:
             where = f"step {self.version}, {name}: {contribution.trouble or 'gradient not finite'}"
             if self.rules.nonfinite == "stop":
@@ -293,6 +329,8 @@ class Machine:
         where = f"step {self.version}: {updated.trouble}"
         if updated.trouble and self.rules.nonfinite == "stop":
             return self._leave("failed", where, EXIT_FAILED, now)
+        took_s = now - self._opened_at
+        self._usual_s = took_s if self._usual_s is None else self._usual_s + SPEED_WEIGHT * (took_s - self._usual_s)
         self._skipped_in_a_row = 0 if updated.applied else self._skipped_in_a_row + 1
         self.version += 1
         version = self.version
@@ -304,7 +342,7 @@ class Machine:
             return [*notes, *self._leave("done", f"version {version} is reached", EXIT_DONE, now)]
         if self.deadline is not None:  # a stop was asked for while this step was open
             return [*notes, *self._leave("interrupted", f"asked to stop at version {version}", EXIT_INTERRUPTED, now)]
-        actions = [*notes, *self._open()]
+        actions = [*notes, *self._open(now)]
         if self.rules.save_every and version % self.rules.save_every == 0:
             self._saved = version
             actions.append(Save(version, False))
@@ -362,6 +400,8 @@ class Machine:
         waited_s = 0.0 if self.idle_since is None else now - self.idle_since
         if self.phase in (Phase.WAITING, Phase.OPEN) and waited_s >= self.rules.max_wait_s:
             return actions + self._leave("failed", self._too_few(), EXIT_TOO_FEW, now)
+        if self.phase is Phase.OPEN:
+            actions += self._help_the_late(now)
         if now >= self._heartbeat_at:
             self._heartbeat_at = now + self.rules.heartbeat_s
             missing: Sequence[Node] = self.round.missing() if self.phase is Phase.OPEN else ()
@@ -377,6 +417,8 @@ class Machine:
 
     def _set_wake(self, now: float) -> None:
         self.wake_at = self._heartbeat_at
+        if self.phase is Phase.OPEN and self._late_at is not None:
+            self.wake_at = min(self.wake_at, self._late_at)
         if self.deadline is not None:
             self.wake_at = min(self.wake_at, self.deadline)
 

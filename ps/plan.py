@@ -1,6 +1,6 @@
 """Which member computes which shards of a step. Pure; the same arguments give the same plan."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from bus import tree
 from bus.messages import Assignment, Node
@@ -8,10 +8,20 @@ from bus.messages import Assignment, Node
 Plan = tuple[Assignment, ...]
 
 
-def divide(shards: int, members: Sequence[int]) -> Plan:
-    """A whole step over ``members`` (at least one), as evenly as it goes, in neighbouring shards so that few, large
-    sums travel. Members beyond the number of shards get nothing."""
-    return _assign(range(shards), members, shards)
+def divide(shards: int, speeds: Mapping[int, float]) -> Plan:
+    """A whole step over the members in ``speeds`` (at least one), so that all are done as soon as possible.
+
+    ``speeds``: examples per second of each, or 0 where it is not known, which counts as the mean of the others. Each
+    shard goes to whoever would be done first with it, which is the best that can be done with equal shards (list
+    scheduling on uniform machines). Shards of a member are neighbours, so that few, large sums travel.
+    """
+    known = [speed for speed in speeds.values() if speed > 0]
+    usual = sum(known) / len(known) if known else 1.0
+    counts = dict.fromkeys(speeds, 0)
+    for _ in range(shards):
+        first = min(counts, key=lambda member: (counts[member] + 1) / (speeds[member] or usual))
+        counts[first] += 1
+    return _blocks(range(shards), counts, shards)
 
 
 def revise(plan: Plan, missing: Iterable[Node], members: Sequence[int], shards: int) -> Plan:
@@ -23,20 +33,32 @@ def revise(plan: Plan, missing: Iterable[Node], members: Sequence[int], shards: 
     return kept + _assign(sorted(orphans), members, shards)
 
 
+def assist(plan: Plan, missing: Iterable[Node], idle: Sequence[int], shards: int) -> Plan:
+    """``plan``, and the shards of ``missing`` for members of ``idle`` too. Whoever is first wins; the bits are the
+    same."""
+    late = [shard for low, high in missing for shard in range(low, high)]
+    return plan + tuple(extra for extra in _assign(late, idle, shards) if extra not in plan)
+
+
 def of_member(plan: Plan, member: int) -> tuple[Node, ...]:
     """The nodes of the shard tree that ``member`` computes."""
     return tuple((assignment.low, assignment.high) for assignment in plan if assignment.member == member)
 
 
 def _assign(shards: Sequence[int], members: Sequence[int], total: int) -> Plan:
-    assignments: list[Assignment] = []
+    """``shards`` over ``members``, as evenly as it goes."""
     share, extra = divmod(len(shards), len(members)) if members else (0, 0)
+    return _blocks(shards, {m: share + (position < extra) for position, m in enumerate(members)}, total)
+
+
+def _blocks(shards: Sequence[int], counts: Mapping[int, int], total: int) -> Plan:
+    """The next ``counts[member]`` of ``shards`` for each member in turn, as nodes of the tree."""
+    assignments: list[Assignment] = []
     start = 0
-    for position, member in enumerate(members):
-        end = start + share + (position < extra)
-        for low, high in _runs(shards[start:end]):
+    for member, count in counts.items():
+        for low, high in _runs(shards[start : start + count]):
             assignments += (Assignment(member, *node) for node in tree.cover(low, high, total))
-        start = end
+        start += count
     return tuple(assignments)
 
 

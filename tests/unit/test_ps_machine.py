@@ -318,14 +318,71 @@ def test_a_contribution_of_an_older_session_is_no_sign_of_life() -> None:
     assert not ps.machine.members.members
 
 
-def test_the_speed_of_a_member_is_that_of_its_last_contribution() -> None:
+def test_the_speed_of_a_member_follows_its_contributions() -> None:
     ps = Ps(buckets=2)
     ps.ready("w0")
     for node, computed_s in (((0, 2), 0.5), ((2, 4), 0.25)):
         for bucket in (0, 1):
             ps.push(*node, bucket=bucket, computed_s=computed_s)
     member = ps.machine.members.members[1]
-    assert (member.contributions, member.examples_per_second) == (2, 64.0)
+    assert member.contributions == 2 and 32.0 < member.examples_per_second < 64.0
+
+
+def finish(ps: Ps, actions: list[Action]) -> None:
+    """Answer a CloseStep among ``actions``, if there is one."""
+    for _ in only(CloseStep, actions):
+        ps.tell(Updated(True))
+
+
+def test_a_slow_member_gets_fewer_shards_and_is_tried_again() -> None:
+    ps = Ps(steps=1000)
+    ps.ready("w0"), ps.ready("w1")
+    speeds = {1: 100.0, 2: 10.0}
+    finish(ps, ps.push(0, 4))  # before the second was ready
+    given = []
+    for _ in range(80):
+        given.append(sum(each.high - each.low for each in ps.machine.plan if each.member == 2))
+        for each in ps.machine.plan:
+            examples = 8 * (each.high - each.low)
+            pushed = ps.push(each.low, each.high, member=each.member, computed_s=examples / speeds[each.member])
+            finish(ps, pushed)
+    assert given[0] == 2 and given[10] == 0
+    assert 0 < sum(given[10:]) < 20
+
+
+def test_what_is_late_is_given_to_a_member_that_has_nothing_to_do() -> None:
+    ps = Ps(steps=1000, heartbeat_timeout_s=100.0)
+    ps.ready("w0"), ps.ready("w1")
+    finish(ps, ps.push(0, 4))
+    for _ in range(10):
+        ps.now += 1.0
+        ps.push(0, 2, member=1)
+        finish(ps, ps.push(2, 4, member=2))
+    version = ps.machine.version
+    ps.push(0, 2, member=1)
+    ps.now += 1.0
+    assert not only(Broadcast, ps.tell(Tick()))  # within the usual time
+    ps.now += 1.0
+    (told,) = [each.message for each in only(Broadcast, ps.tell(Tick()))]
+    assert told.plan == (Assignment(1, 0, 2), Assignment(2, 2, 4), Assignment(1, 2, 4))
+    finish(ps, ps.push(2, 4, member=1))
+    assert ps.machine.version == version + 1
+    (refused,) = only(Refused, ps.push(2, 4, member=2, version=version))
+    assert refused.reason.startswith("other version")
+
+
+def test_without_balance_everyone_gets_the_same_and_nobody_helps() -> None:
+    ps = Ps(steps=1000, balance=False, heartbeat_timeout_s=100.0)
+    ps.ready("w0"), ps.ready("w1")
+    finish(ps, ps.push(0, 4, computed_s=0.1))
+    for _ in range(5):
+        ps.now += 1.0
+        ps.push(0, 2, member=1, computed_s=0.1)
+        finish(ps, ps.push(2, 4, member=2, computed_s=10.0))
+        assert ps.machine.plan == (Assignment(1, 0, 2), Assignment(2, 2, 4))
+    ps.push(0, 2, member=1)
+    ps.now += 30.0
+    assert not only(Broadcast, ps.tell(Tick()))
 
 
 def test_a_snapshot_carries_the_plan_of_the_open_step() -> None:
