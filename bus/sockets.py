@@ -109,7 +109,7 @@ class _Sockets:
         made.set(zmq.HEARTBEAT_IVL, round(self._settings.heartbeat_s * 1000))
         made.set(zmq.HEARTBEAT_TIMEOUT, round(self._settings.heartbeat_timeout_s * 1000))
         made.set(zmq.RECONNECT_IVL, 100)
-        made.set(zmq.RECONNECT_IVL_MAX, 2000)
+        made.set(zmq.RECONNECT_IVL_MAX, 500)
         for name, value in options.items():
             made.set(getattr(zmq, name), value)
         return made
@@ -152,9 +152,17 @@ class _Sockets:
 
 class ServerSockets(_Sockets):
     """The PS's side. Binds control (ROUTER), gradients (PULL) and weights (XPUB) on one host: on three free ports, or
-    on the port given and the two after it. Raises EndpointError."""
+    on the port given and the two after it; or on the three ``addresses`` of a PS that it replaces. Raises
+    EndpointError."""
 
-    def __init__(self, settings: BusSettings, *, bucket_bytes: int, buckets: int) -> None:
+    def __init__(
+        self,
+        settings: BusSettings,
+        *,
+        bucket_bytes: int,
+        buckets: int,
+        addresses: tuple[str, ...] | None = None,
+    ) -> None:
         super().__init__(settings.io_threads, settings)
         queue = VERSIONS_QUEUED * buckets + 64
         self._control = self._socket(
@@ -163,10 +171,10 @@ class ServerSockets(_Sockets):
         self._gradients = self._socket(zmq.PULL, RCVHWM=buckets + 8, MAXMSGSIZE=bucket_bytes + CONTROL_LIMIT_BYTES)
         self._weights = self._socket(zmq.XPUB, SNDHWM=queue, RCVHWM=1000, MAXMSGSIZE=4096)
         try:
-            endpoint = parse(settings.bind)
+            endpoints = [parse(address) for address in addresses or ()] or _three(parse(settings.bind))
             self.control, self.gradients, self.weights = (
-                self._bind(each, endpoint, offset)
-                for offset, each in enumerate((self._control, self._gradients, self._weights))
+                self._bind(each, endpoint)
+                for each, endpoint in zip((self._control, self._gradients, self._weights), endpoints, strict=True)
             )
         except EndpointError:
             self.close()
@@ -175,9 +183,8 @@ class ServerSockets(_Sockets):
         self._listen("gradients", self._gradients)
         self._listen("weights", self._weights)
 
-    def _bind(self, each: "zmq.Socket[bytes]", endpoint: Endpoint, offset: int) -> str:
-        port = None if endpoint.port is None else endpoint.port + offset
-        address = bind_address(endpoint._replace(port=port), "bus.bind")
+    def _bind(self, each: "zmq.Socket[bytes]", endpoint: Endpoint) -> str:
+        address = bind_address(endpoint, "bus.bind")
         each.set(zmq.IPV6, int("[" in address))
         give_up_at = time.monotonic() + BIND_RETRY_S
         while True:
@@ -187,7 +194,7 @@ class ServerSockets(_Sockets):
                 if error.errno == errno.EADDRINUSE and time.monotonic() < give_up_at:
                     self._poller.poll(100)
                     continue
-                raise EndpointError(_cannot_bind(address, port, error)) from None
+                raise EndpointError(_cannot_bind(address, endpoint.port, error)) from None
             return each.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def _arrival(self, name: str, frames: list[memoryview]) -> Arrival | None:
@@ -273,6 +280,11 @@ class ObserverSockets(_Sockets):
 def _bucket_queue(bucket_bytes: int) -> int:
     """The bound of a subscriber's queue in messages: ZeroMQ does not count bytes."""
     return min(1000, max(4, SUBSCRIBER_QUEUE_BYTES // bucket_bytes))
+
+
+def _three(first: Endpoint) -> list[Endpoint]:
+    """For control, gradients and weights: neighbouring ports, or any three free ones."""
+    return [first._replace(port=None if first.port is None else first.port + offset) for offset in range(3)]
 
 
 def _connect(each: "zmq.Socket[bytes]", address: str) -> None:

@@ -115,8 +115,11 @@ class Service:
         self.server, self.sockets, self.recorder = server, sockets, recorder
 
 
-def service(run: RunFolder, settings: Settings, reporter: Reporter, resume: Path | None) -> Service:
+def service(
+    run: RunFolder, settings: Settings, reporter: Reporter, resume: Path | None, *, again: bool = False
+) -> Service:
     """Build the PS of ``run``. ``resume``: a checkpoint, or a folder of them of which the newest whole one is taken.
+    ``again``: after a crash, on the addresses it had, from the newest checkpoint or else from the start.
 
     Raises WorkloadError, DataError, OptimizerError, CheckpointError or BusError: one line each.
     """
@@ -126,6 +129,8 @@ def service(run: RunFolder, settings: Settings, reporter: Reporter, resume: Path
     data_sha256 = describe_data(train)
     optimizer = optimizers.build(settings.optimizer)
     updater = _updater(workload, settings, optimizer)
+    if again and any(run.checkpoints.glob("version_*")):
+        resume = run.checkpoints
     restored = _restore(updater, settings, resume, reporter)
 
     bucket_bytes = settings.bus.bucket_bytes
@@ -133,7 +138,10 @@ def service(run: RunFolder, settings: Settings, reporter: Reporter, resume: Path
     weights = weights_layout(updater.leaves, bucket_bytes)
     largest = max(bucket.size_bytes for bucket in (*gradient.buckets, *weights.buckets))
     sockets = ServerSockets(
-        settings.bus, bucket_bytes=largest, buckets=max(len(gradient.buckets), len(weights.buckets))
+        settings.bus,
+        bucket_bytes=largest,
+        buckets=max(len(gradient.buckets), len(weights.buckets)),
+        addresses=tuple(run.read_manifest()["bound"]) if again else None,
     )
     session = secrets.randbits(64)
     machine = Machine(
@@ -157,6 +165,7 @@ def service(run: RunFolder, settings: Settings, reporter: Reporter, resume: Path
         now=time.monotonic(),
     )
     run.update_manifest(
+        bound=[sockets.control, sockets.gradients, sockets.weights],
         session=f"{session:016x}",
         addresses={"control": sockets.control, "gradients": sockets.gradients, "weights": local(sockets.weights)},
         parameters=sum(leaf.size for leaf in updater.leaves if leaf.kind != "state"),

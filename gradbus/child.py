@@ -38,6 +38,9 @@ def main(arguments: list[str] | None = None) -> int:
         each.add_argument("run", type=Path)
         if role == "ps":
             each.add_argument("--resume", type=Path)
+            each.add_argument(
+                "--again", action="store_true", help="as before a crash: same addresses, newest checkpoint"
+            )
     each = roles.add_parser("worker")
     each.add_argument("--ps", required=True)
     each.add_argument("--name")
@@ -49,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(EXIT_TERMINATED))
     match options.role:
         case "ps":
-            return _told(lambda reporter: _run_ps(options.run, options.resume, reporter))
+            return _told(lambda reporter: _run_ps(options.run, options.resume, options.again, reporter))
         case "evaluator":
             return _told(lambda reporter: _run_evaluator(options.run, reporter))
         case "eval":
@@ -58,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
             return run_worker(options.ps, options.name, None, _bus_settings(options.run))
 
 
-def _run_ps(folder: Path, resume: Path | None, reporter: Reporter) -> int:
+def _run_ps(folder: Path, resume: Path | None, again: bool, reporter: Reporter) -> int:
     from gradbus.settings import load
 
     run = RunFolder(folder)
@@ -67,7 +70,7 @@ def _run_ps(folder: Path, resume: Path | None, reporter: Reporter) -> int:
     from gradbus.build import service
     from ps.actions import Finish
 
-    built = service(run, settings, reporter, resume)
+    built = service(run, settings, reporter, resume, again=again)
     server, recorder = built.server, built.recorder
     with _on_signal(lambda code: server.request_stop(), built.sockets.waker.fileno()):
         outcome = server.run()

@@ -6,7 +6,10 @@
     a worker ends with code 2 or is refused  it is not started again: the same would happen
     the last worker is out                   ask the PS to stop; the run has failed
     the evaluator dies                       training goes on; the last version is evaluated at the end
-    the PS dies                              end everything; the run has failed and can be resumed
+    the PS dies while it serves              start it again, `restarts` times, from its newest checkpoint; the workers
+                                             join again by themselves
+    the PS dies once too often, or before    end everything; the run has failed and can be resumed
+    it could serve
     the PS has finished and is gone          the evaluator is asked to end with the last version, workers that are
                                              still there to leave, each within a bounded time
     first signal                             ask the PS to finish its step, to checkpoint and to send everyone home
@@ -109,6 +112,7 @@ class Policy:
         self._evaluator = evaluator
         self._budget = restarts
         self._listen_by: float | None = now + self.limits.start_s
+        self._served = False
         self._running: set[str] = set()
         self._ladder: dict[str, tuple[float, _Rung]] = {}
         self._due: dict[str, float] = {}
@@ -168,7 +172,7 @@ class Policy:
     def _ending(self) -> bool:
         """True once no process is worth restarting."""
         known = self._finished or self._verdict or self._signal
-        return known is not None or PS not in self._running
+        return known is not None or not (PS in self._running or PS in self._due)
 
     def _start(self, name: str) -> Start:
         self._running.add(name)
@@ -187,9 +191,14 @@ class Policy:
         if self._listen_by is None or self._ending:
             return []
         self._listen_by = None
-        return [self._start(name) for name in ([EVALUATOR] if self._evaluator else []) + list(self.workers)]
+        wanted = ([EVALUATOR] if self._evaluator else []) + list(self.workers)
+        if self._served:  # a PS that was started again: the others are here, or out for good, or due
+            wanted = [EVALUATOR] if self._evaluator and EVALUATOR not in self._running else []
+        self._served = True
+        return [self._start(name) for name in wanted]
 
     def _signalled(self, number: int, now: float) -> list[Action]:
+        down = PS in self._due
         self._due.clear()
         if self._signal is not None:
             echo = number == self._signal != signal.SIGINT and now - self._signalled_at < self.limits.echo_s
@@ -201,6 +210,9 @@ class Policy:
         self._signal, self._signalled_at = number, now
         if PS in self._running:
             return [Note("stopping after this step; once more to kill everything now"), *self._stop_ps(now)]
+        if down:
+            reason = "stopped while the parameter server was to be started again"
+            self._verdict = self._verdict or Outcome("interrupted", reason, 0)
         for name in sorted(self._running):
             self._give(name, self.limits.kill_s, now)
         return [Ask(name) for name in sorted(self._running)]
@@ -228,10 +240,17 @@ class Policy:
 
     def _ps_ended(self, code: int, now: float) -> list[Action]:
         self._listen_by = self._alone_until = None
-        self._due.clear()
         actions: list[Action] = []
-        patience_s = 0.0  # without a PS there is nothing to wait for
         failed = self._failed.get(PS)
+        used = self._restarts_of.get(PS, 0)
+        by_itself = not (self._finished or self._verdict or self._signal)
+        if by_itself and self._served and used < self._budget and (failed is None or failed.kind == "internal"):
+            self._restarts_of[PS] = used + 1
+            self._due[PS] = now if used == 0 else now + self._backoff_s(used)
+            answer = f"started again from its newest checkpoint (restart {used + 1} of {self._budget})"
+            return [Blame(PS, code, self._reason(PS, code), answer)]
+        self._due.clear()
+        patience_s = 0.0  # without a PS there is nothing to wait for
         if self._finished is not None:
             done = self._finished.status == "done" and self._signal is None
             patience_s = self.limits.evaluator_s if done else self.limits.leave_s
@@ -270,10 +289,13 @@ class Policy:
             self._user_fault = False
             answer = f"left out after {used} restarts" if used else "left out (cluster.restarts is 0)"
             return [Blame(name, code, reason, answer), *self._check_workers(now)]
-        delay_s = min(self.limits.backoff_s * 2**used, self.limits.backoff_limit_s)
+        delay_s = self._backoff_s(used)
         self._restarts_of[name] = used + 1
         self._due[name] = now + delay_s
         return [Blame(name, code, reason, f"starts again in {delay_s:g} s (restart {used + 1} of {self._budget})")]
+
+    def _backoff_s(self, used: int) -> float:
+        return min(self.limits.backoff_s * 2.0**used, self.limits.backoff_limit_s)
 
     def _check_workers(self, now: float) -> list[Action]:
         """What follows when a worker is out for good: nothing, unless it was the last."""
@@ -301,6 +323,8 @@ class Policy:
         for name in [name for name, time in self._due.items() if now >= time]:
             del self._due[name]
             self.restarts += 1
+            if name == PS:
+                self._listen_by = now + self.limits.start_s
             actions.append(self._start(name))
         for name, (time, rung) in list(self._ladder.items()):
             if now >= time:

@@ -205,6 +205,8 @@ class Supervisor:
         folder = str(self._run.path)
         match name:
             case incidents.PS:
+                if self._address:
+                    return ["ps", folder, "--again"]
                 return ["ps", folder, *(["--resume", str(self._resume)] if self._resume else [])]
             case incidents.EVALUATOR:
                 return ["evaluator", folder]

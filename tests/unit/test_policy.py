@@ -184,8 +184,8 @@ def test_the_evaluator_never_ends_a_run():
 
 
 @pytest.mark.parametrize("code", [-11, -9, 1, 0])
-def test_the_death_of_the_ps_ends_the_run(code):
-    policy = begun()
+def test_the_death_of_the_ps_ends_the_run_when_it_may_not_be_started_again(code):
+    policy = begun(restarts=0)
     blame, *asked = feed(policy, Ended("ps", code), now=50.0)
     assert describe_exit(code) in blame.reason and "resumed" in blame.answer
     assert asked == [Ask("evaluator"), Ask("w0"), Ask("w1")]
@@ -193,6 +193,47 @@ def test_the_death_of_the_ps_ends_the_run(code):
     feed(policy, Ended("evaluator", -15), Ended("w0", -15), Ended("w1", -15))
     assert summary(policy) == ("failed", 1)
     assert not policy.outcome.explained
+
+
+@pytest.mark.parametrize("code", [-11, -9, 1])
+def test_a_ps_that_dies_is_started_again_and_the_others_stay(code):
+    policy = begun(restarts=1)
+    (blame,) = feed(policy, Ended("ps", code), now=50.0)
+    assert describe_exit(code) in blame.reason and "restart 1 of 1" in blame.answer
+    assert feed(policy, Tick(), now=50.0) == [Start("ps")]
+    assert feed(policy, Listening(), now=52.0) == [], "workers and evaluator are still there"
+    assert policy.outcome is None and policy.restarts == 1
+    blame, *asked = feed(policy, Ended("ps", code), now=60.0)
+    assert "resumed" in blame.answer and asked == [Ask("evaluator"), Ask("w0"), Ask("w1")]
+    feed(policy, Ended("evaluator", -15), Ended("w0", -15), Ended("w1", -15), now=61.0)
+    assert summary(policy) == ("failed", 1)
+
+
+def test_a_ps_that_dies_before_it_serves_again_is_given_more_time_each_time():
+    policy = begun(restarts=2)
+    feed(policy, Ended("ps", -9), now=50.0)
+    assert feed(policy, Tick(), now=50.0) == [Start("ps")]
+    feed(policy, Ended("ps", -9), now=51.0)
+    assert feed(policy, Tick(), now=51.5) == []
+    assert feed(policy, Tick(), now=53.0) == [Start("ps")]
+    feed(policy, Listening(), DONE, Ended("ps", 0), Ended("w0", 0), Ended("w1", 0), now=55.0)
+    feed(policy, Evaluated(40), Ended("evaluator", 0), now=56.0)
+    assert summary(policy) == ("done", 0)
+
+
+def test_an_evaluator_that_died_comes_back_with_the_ps():
+    policy = begun()
+    feed(policy, Ended("evaluator", 1), Ended("ps", -9), now=50.0)
+    feed(policy, Tick(), now=50.0)
+    assert feed(policy, Listening(), now=52.0) == [Start("evaluator")]
+
+
+def test_a_signal_while_the_ps_is_down_ends_everything():
+    policy = begun()
+    feed(policy, Ended("ps", -9), now=50.0)
+    assert feed(policy, Signalled(signal.SIGINT), now=50.1) == [Ask("evaluator"), Ask("w0"), Ask("w1")]
+    feed(policy, Ended("evaluator", 0), Ended("w0", 130), Ended("w1", 130), Tick(), now=51.0)
+    assert summary(policy) == ("interrupted", 130)
 
 
 @pytest.mark.parametrize("kind", ["settings", "data", "workload", "bind"])
