@@ -256,6 +256,11 @@ class Cluster:
         client.transport = transport  # type: ignore[attr-defined]
         self.workers[name] = client
 
+    def stop_worker(self, name: str) -> None:
+        """Ask it to leave in good order."""
+        if name in self.workers:
+            self.workers[name].request_stop(143)
+
     def kill_worker(self, name: str) -> None:
         self.frozen.discard(name)
         client = self.workers.pop(name, None)

@@ -3,12 +3,7 @@
 import numpy as np
 import pytest
 from cluster import Cluster, reference
-
-from bus.memory import Faults
-
-ROUGH = Faults(
-    delay_s=(0.0001, 0.02), lose_weights=0.05, lose_gradients=0.05, lose_control=0.05, double=0.1, reorder=0.1
-)
+from schedules import rough, run
 
 
 def assert_same_bits(found: list[np.ndarray], steps: int, shards: int, cluster: Cluster) -> None:
@@ -80,48 +75,18 @@ def test_a_frozen_worker_is_replaced_and_welcome_when_it_thaws() -> None:
     assert "lost" in [change.event for change in cluster.witness.changes]
 
 
-def rough_schedule(seed: int) -> Cluster:
-    """Up to six workers and up to six kills, freezes, joins and restarts of the PS, over a network that misbehaves."""
-    cluster = Cluster(seed=seed, faults=ROUGH)
-    chance = cluster.network.chance
-    cluster.shards = chance.choice([1, 2, 3, 4, 6, 8])
-    cluster.steps = chance.randint(3, 10)
-    cluster.save_every = chance.randint(1, 4)
-    cluster.start_server()
-    names = [f"w{number}" for number in range(chance.randint(1, 6))]
-    for name in names:
-        cluster.network.at(chance.uniform(0, 1), lambda name=name: cluster.start_worker(name))
-    for _ in range(chance.randint(0, 6)):
-        at, name = chance.uniform(0, 3), chance.choice(names)
-        match chance.choice(["kill", "freeze", "ps", "restart"]):
-            case "kill":
-                cluster.network.at(at, lambda name=name: cluster.kill_worker(name))
-                cluster.network.at(at + 5, lambda name=name: cluster.start_worker(name))
-            case "freeze":
-                cluster.network.at(at, lambda name=name: cluster.frozen.add(name))
-                cluster.network.at(at + chance.uniform(0.1, 6), lambda name=name: cluster.frozen.discard(name))
-            case "restart":
-                cluster.network.at(at, lambda name=name: cluster.start_worker(name))
-            case "ps":
-                cluster.network.at(at, cluster.kill_server)
-                cluster.network.at(at + chance.uniform(0.01, 4), cluster.start_server)
-    return cluster
-
-
 @pytest.mark.parametrize("block", range(10))
 def test_rough_schedules_end_with_the_same_bits(block: int) -> None:
-    for seed in range(block * 20, block * 20 + 20):
-        cluster = rough_schedule(seed)
-        found = cluster.run()
-        assert_same_bits(found, cluster.steps, cluster.shards, cluster)
+    """Up to eight workers and up to ten faults each, over a network that misbehaves; `make sim` runs many more."""
+    for seed in range(block * 50, block * 50 + 50):
+        run(rough(seed))
 
 
 def test_a_seed_tells_the_whole_story() -> None:
     """Or a failure could not be looked into."""
     stories = []
     for _ in range(2):
-        cluster = rough_schedule(7)
-        cluster.run()
+        cluster = run(rough(7))
         stories.append((cluster.network.now, list(cluster.network.log), cluster.witness.notes, cluster.witness.steps))
     assert stories[0] == stories[1]
 
