@@ -8,7 +8,7 @@ RUN    := $(VENV)/.ready-run
 DEV    := $(VENV)/.ready-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cluster ps worker experiment test test-all check fmt clean
+.PHONY: help setup cluster ps worker experiment test test-all sim chaos check fmt clean
 
 help: ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,12 @@ test: $(DEV) ## quick tests: units, numbers, simulation
 
 test-all: $(DEV) ## and those with real processes and sockets
 	@exec $(BIN)/python -m pytest -q tests
+
+sim: $(DEV) ## thousands of simulated clusters with faults: [ARGS="--schedules 10000 --replay SEED"]
+	@exec $(BIN)/python scripts/sim.py $(ARGS)
+
+chaos: $(DEV) ## a real cluster under random kills: [CONFIG=file.yaml] [ARGS="train.steps=3000 --kills 30 --seed 0"]
+	@exec $(BIN)/python scripts/chaos.py $(CONFIG) $(ARGS)
 
 check: $(DEV) ## format, lint and types; changes nothing
 	$(BIN)/ruff format --check .
