@@ -60,8 +60,8 @@ def test_stopped_and_killed_at_every_moment_and_resumed_each_time_it_has_the_bit
     stopped_at = place.summary()["version"]
     place.nothing_left()
 
-    # SIGKILL to the parameter server while it writes one.
-    run = place.start("cluster", "--resume", "latest", "checkpoint.every=1", PACE_S=PACE_S)
+    # SIGKILL to the parameter server while it writes one, where it is not to be started again.
+    run = place.start("cluster", "--resume", "latest", "checkpoint.every=1", "cluster.restarts=0", PACE_S=PACE_S)
     run.until_version(stopped_at + 3)
     server = run.child("ps")
     run.until(lambda: any((place.latest / "checkpoints").glob(".saving-*")), "checkpoint that is being written")
@@ -76,7 +76,7 @@ def test_stopped_and_killed_at_every_moment_and_resumed_each_time_it_has_the_bit
     stopped_at = newest_checkpoint(place)
 
     # SIGKILL to a worker: started again, and the run is none the worse for it.
-    run = place.start("cluster", "--resume", "latest", "checkpoint.every=10", PACE_S=PACE_S)
+    run = place.start("cluster", "--resume", "latest", "checkpoint.every=10", "cluster.restarts=3", PACE_S=PACE_S)
     run.until(lambda: {"w0", "w1"} <= {row["name"] for row in run.rows("member") if row["event"] == "ready"}, "w1")
     run.until_version(stopped_at + 2)
     worker = run.child("w1")
@@ -90,6 +90,24 @@ def test_stopped_and_killed_at_every_moment_and_resumed_each_time_it_has_the_bit
 
     assert summary["status"] == "done" and summary["version"] == 60
     assert summary["params_sha256"] == plain_loop("quadratic", 60, 128, 4)
+
+
+@pytest.mark.timeout(90)
+def test_a_killed_parameter_server_is_started_again_and_the_bits_are_the_same(place, plain_loop):
+    run = place.start("cluster", *EXPERIMENT, "checkpoint.every=5", PACE_S=PACE_S)
+    run.until_version(12)
+    address, server = run.address(), run.child("ps")
+    server.kill()
+    run.until(lambda: len(run.rows("session")) == 2, "second life of the parameter server")
+    run.until_line("resumed at version 10")
+    assert run.wait(60) == 0, run.output
+    assert run.output.count(f"address       {address}") == 2  # where it was: nobody has to look for it
+    summary = place.summary()
+    assert summary["restarts"] == 1 and [failure["name"] for failure in summary["failures"]] == ["ps"]
+    assert {row["name"] for row in place.ledger("member")} == {"w0", "w1"}
+    assert place.run("audit", "latest").output.startswith("audit clean: 60 versions")
+    assert summary["params_sha256"] == plain_loop("quadratic", 60, 128, 4)
+    place.nothing_left()
 
 
 @pytest.mark.timeout(60)
