@@ -74,7 +74,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     workers      worker processes started on this machine; 0: only the parameter server, workers come by themselves
     min_workers  training waits for this many
     max_wait_s   how long it waits for them before the run ends
-    restarts     how often a process that died is started again
+    restarts     how often each process that died is started again, the parameter server included
     balance      plan by measured speed, and let idle workers help with what is late
     hosts        other machines to start workers on: none can be started yet
     """
