@@ -16,8 +16,8 @@ import msgspec.structs
 import numpy as np
 import numpy.typing as npt
 
-from bus.errors import WireError
-from bus.messages import ALL, PROTOCOL, Contribution, Evaluate, Message, Weights
+from bus.errors import ProtocolError, WireError
+from bus.messages import ALL, PROTOCOL, Contribution, Evaluate, Message, Refusal, Weights
 
 KIND_BYTES = 8
 HEADER_LIMIT_BYTES = 1 << 20
@@ -47,7 +47,14 @@ def decode(frames: Sequence[memoryview]) -> tuple[Message, Bytes | None]:
     try:
         message = decoder.decode(frames[1])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"{_word(kind)}: {_protocol_difference(frames[1]) or error}") from None
+        other = _other_protocol(frames[1])
+        if other is None:
+            raise WireError(f"{_word(kind)}: {error}") from None
+        if message_type is Refusal and (refusal := _refusal(frames[1])):
+            return refusal, None
+        raise ProtocolError(
+            f"{_word(kind)}: found protocol {other}, expected {PROTOCOL}; install the same release on both sides"
+        ) from None
     payload = np.frombuffer(frames[2], np.uint8) if message_type.has_payload else None
     return message, payload
 
@@ -73,12 +80,20 @@ def _word(kind: bytes) -> str:
     return kind.rstrip(b"\0").decode()
 
 
-def _protocol_difference(header: memoryview) -> str | None:
-    """Say so if a header is of another protocol version."""
+def _refusal(header: memoryview) -> Refusal | None:
+    """A refusal is the same in every version, so that peers of different releases learn why they part."""
+    try:
+        return msgspec.convert([PROTOCOL, *msgspec.msgpack.decode(header)[1:]], Refusal)
+    except msgspec.ValidationError:
+        return None
+
+
+def _other_protocol(header: memoryview) -> int | None:
+    """The protocol version that a header names, if it is another one."""
     try:
         fields = msgspec.msgpack.decode(header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
         return None
     if isinstance(fields, list) and fields and isinstance(fields[0], int) and fields[0] != PROTOCOL:
-        return f"protocol {fields[0]} there, protocol {PROTOCOL} here; install the same release on both sides"
+        return fields[0]
     return None

@@ -2,6 +2,7 @@
 
 BusError
 ├── WireError       the peer sent something that is not a message; its fault, never believed
+│   └── ProtocolError   it is a message, of another protocol version
 ├── LayoutError     two peers do not hold the same parameter tree
 └── EndpointError   an address cannot be bound, reached or understood
 """
@@ -13,6 +14,10 @@ class BusError(Exception):
 
 class WireError(BusError):
     """Frames that are not a message of this protocol: wrong count, size, type, version or checksum."""
+
+
+class ProtocolError(WireError):
+    """A message of another protocol version: the peer is of another release, and can be told so."""
 
 
 class LayoutError(BusError):

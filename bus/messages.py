@@ -227,10 +227,14 @@ class Evaluate(Message, frozen=True):
 
 
 class Malformed(msgspec.Struct, frozen=True):
-    """Never on the wire: what a receiver is given in place of frames that are no message."""
+    """Never on the wire: what a receiver is given in place of frames that are no message.
+
+    ``other_protocol``: they are one, of another protocol version.
+    """
 
     socket: str
     reason: str
+    other_protocol: bool = False
 
 
 class Subscribed(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ import zmq
 from bus import codec
 from bus.codec import Bytes
 from bus.endpoints import Endpoint, bind_address, parse, port_holder
-from bus.errors import EndpointError, WireError
+from bus.errors import EndpointError, ProtocolError, WireError
 from bus.messages import Contribution, Evaluate, Malformed, Message, Plan, Stop, Subscribed, Weights
 from bus.settings import BusSettings
 from bus.transport import Arrival, Payload, Peer
@@ -98,7 +98,7 @@ class _Sockets:
         try:
             return Arrival(b"", *codec.decode(frames))
         except WireError as error:
-            return Arrival(b"", Malformed(name, str(error)))
+            return Arrival(b"", Malformed(name, str(error), isinstance(error, ProtocolError)))
 
     def _socket(self, kind: int, **options: int | bytes) -> "zmq.Socket[bytes]":
         """A socket with the options that all have, and those given by name; they only work before connect or bind."""
@@ -206,7 +206,7 @@ class ServerSockets(_Sockets):
         try:
             return Arrival(peer, *codec.decode(frames[1:]))
         except WireError as error:
-            return Arrival(peer, Malformed(name, str(error)))
+            return Arrival(peer, Malformed(name, str(error), isinstance(error, ProtocolError)))
 
     def send(self, peer: Peer, message: Message, payload: Payload = None) -> None:
         _send(self._control, [peer], self._stamped(message, payload), payload)

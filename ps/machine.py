@@ -149,7 +149,8 @@ class Machine:
             case Hello():
                 return self._hello(event, peer)
             case Malformed():
-                return self._count("malformed", Note(f"refused on {event.socket}: {event.reason}"))
+                noted = self._count("malformed", Note(f"refused on {event.socket}: {event.reason}"))
+                return [*noted, Reply(peer, Refusal(False, event.reason))] if event.other_protocol and peer else noted
             case Subscribed():
                 return self._set_ready(self.members.members.get(event.member), subscribed=True)
             case Ready() | Alive() | Fetch() | Leave() | Failure():

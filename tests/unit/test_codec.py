@@ -16,8 +16,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bus import codec
-from bus.errors import WireError
-from bus.messages import ALL, PROTOCOL, Alive, Assignment, Contribution, Hello, Leaf, Message, Ready, Weights
+from bus.errors import ProtocolError, WireError
+from bus.messages import ALL, PROTOCOL, Alive, Assignment, Contribution, Hello, Leaf, Message, Ready, Refusal, Weights
 
 BASIC: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(-(2**63), 2**64 - 1),  # what msgpack carries; a session is any 64-bit number
@@ -172,8 +172,15 @@ def test_what_is_wrong_is_said(parts: list[bytes], said: str) -> None:
 @pytest.mark.parametrize("other", [0, PROTOCOL + 1, 999, -1])
 def test_another_protocol_version_is_named_with_ours(kind: type[Message], other: int) -> None:
     header = packed(other, "whatever", 3, {"that": ["release", "says"]})
-    with pytest.raises(WireError, match=f"protocol {other} there, protocol {PROTOCOL} here; install the same release"):
+    said = f"found protocol {other}, expected {PROTOCOL}; install the same release on both sides"
+    with pytest.raises(ProtocolError, match=said):
         codec.decode([memoryview(part) for part in (kind.kind, header, *([b""] if kind.has_payload else []))])
+
+
+@pytest.mark.parametrize("other", [0, PROTOCOL + 1])
+def test_a_refusal_of_another_protocol_version_is_understood(other: int) -> None:
+    assert decoded(Refusal.kind, packed(other, False, "too old")) == Refusal(False, "too old")
+    assert decoded(Refusal.kind, packed(other, "too old")) is None
 
 
 def test_only_a_header_that_is_too_large_is_refused_for_its_size() -> None:

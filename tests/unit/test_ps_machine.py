@@ -237,6 +237,15 @@ def test_a_flood_of_garbage_is_counted_under_one_name_and_told_a_few_times() -> 
     assert list(ps.machine.refused.values()) == [100]
 
 
+def test_a_peer_of_another_protocol_version_is_told_so_each_time_it_asks() -> None:
+    ps = Ps()
+    reason = "hello: found protocol 2, expected 1; install the same release on both sides"
+    other = Malformed("control", reason, other_protocol=True)
+    assert ps.tell(other, b"w9") == [Note(f"refused on control: {reason}"), Reply(b"w9", Refusal(False, reason))]
+    assert ps.tell(other, b"w9") == [Reply(b"w9", Refusal(False, reason))]
+    assert ps.tell(Malformed("gradients", reason, other_protocol=True)) == []  # there is nobody to answer
+
+
 # Steps
 
 

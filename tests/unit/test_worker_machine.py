@@ -148,7 +148,7 @@ def test_asked_to_stop_while_dialling_it_ends_at_once() -> None:
 
 def test_a_refusal_ends_it_with_the_reason() -> None:
     worker = Worker()
-    reason = "protocol 2 there, protocol 1 here"
+    reason = "hello: found protocol 2, expected 1; install the same release on both sides"
     assert worker.tell(Refusal(False, reason)) == [Exit(2, f"refused by tcp://ps:1: {reason}")]
 
 
