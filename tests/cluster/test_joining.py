@@ -20,7 +20,8 @@ def workload(place):
 @pytest.mark.timeout(120)
 def test_workers_come_by_themselves_and_outlive_the_parameter_server(place, plain_loop):
     """A first and a second worker, one of them in mid-run; the server is killed and resumed where it was; same bits."""
-    server = place.start("ps", *EXPERIMENT, "name=apart", "checkpoint.every=5", "bus.heartbeat_timeout_s=3")
+    settings = ("name=apart", "checkpoint.every=5", "bus.heartbeat_timeout_s=3", "cluster.restarts=0")
+    server = place.start("ps", *EXPERIMENT, *settings)
     address = server.address()
     assert server.until_line("add a worker").endswith(f"worker --ps {address}")
     first = place.start("worker", "--ps", address, "--name", "first", PACE_S=0.05)
