@@ -117,7 +117,7 @@ def test_what_is_lost_is_made_up_for_within_a_few_heartbeats(
 
     def decide(index: int, route: tuple[object, ...], message: Message) -> str:
         ours = isinstance(message, kinds) and route[1] == peer
-        return "lose" if ours and (isinstance(message, Fetch) or message.version == 5) else ""  # type: ignore
+        return "lose" if ours and (isinstance(message, Fetch) or message.version == 5) else ""  # type: ignore[attr-defined]
 
     lost = tamper(decide, count)
     assert_as_the_plain_loop(cluster)
@@ -245,7 +245,7 @@ def test_steps_that_are_skipped_in_a_row_end_the_run() -> None:
 
 def injected(cluster: Cluster, to: Any, *arrivals: Arrival) -> None:
     def arrive() -> None:
-        inbox = cluster.network.server.inbox if to == "ps" else cluster.workers[to].transport.inbox  # type: ignore
+        inbox = cluster.network.server.inbox if to == "ps" else cluster.workers[to].transport.inbox  # type: ignore[union-attr]
         inbox.extend(arrivals)
 
     cluster.network.at(0.3, arrive)
