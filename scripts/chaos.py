@@ -163,7 +163,10 @@ def disturb(run: Run, options: argparse.Namespace) -> Counter[str]:
         if ps_kills_left > 0 and time.monotonic() - last_ps_kill > 8.0:
             who, what, last_ps_kill, ps_kills_left = "ps", "kill", time.monotonic(), ps_kills_left - 1
         else:
-            who = chance.choice(sorted(name for name in here if name != "ps"))
+            others = sorted(name for name in here if name != "ps")
+            if not others:
+                continue  # everyone is being started again
+            who = chance.choice(others)
         role = who if who in ("ps", "evaluator") else "worker"
         if what == "cut":
             done["cut connections"] += relay.cut()
@@ -227,8 +230,11 @@ def main() -> int:
     print(f"undisturbed: {calm['params_sha256']} after {time.monotonic() - began:.0f} s", flush=True)
     began = time.monotonic()
     run = Run(folder / "chaos", [*arguments, "cluster.restarts=1000", "checkpoint.every=50"])
-    done = disturb(run, options)
-    summary = run.finish()
+    try:
+        done = disturb(run, options)
+        summary = run.finish()
+    finally:
+        run.launcher.kill()  # it takes everything with it; nothing to do where all went well
     seconds = time.monotonic() - began
     print(f"in chaos:    {summary['params_sha256']} after {seconds:.0f} s; restarts {summary['restarts']}")
     print("done to it:  " + ", ".join(f"{count} x {what}" for what, count in sorted(done.items())))
