@@ -75,6 +75,8 @@ class AnyEvents(RuleBasedStateMachine):
             case Publish():
                 assert action.version == self.machine.version == self.published + 1, "versions rise by one"
                 self.published = action.version
+                planned = [shard for one in action.plan for shard in range(one.low, one.high)]
+                assert len(planned) == len(set(planned)), "no shard is planned twice before anyone is late"
             case Accept(contribution):
                 assert (contribution.session, contribution.version) == (SESSION, self.published), "not of this step"
             case CloseStep():
@@ -90,8 +92,9 @@ class AnyEvents(RuleBasedStateMachine):
             case Finish():
                 self.finished.append(action)
             case Broadcast(messages.Plan() as plan):
-                planned = [shard for one in plan.plan for shard in range(one.low, one.high)]
-                assert len(planned) == len(set(planned)), "no shard is planned twice"
+                planned = [(one.member, shard) for one in plan.plan for shard in range(one.low, one.high)]
+                assert len(planned) == len(set(planned)), "nobody is to compute a shard twice"
+                assert {member for member, _ in planned} <= set(self.machine.members.plannable())
 
     @invariant()
     def holds(self) -> None:
