@@ -25,6 +25,7 @@ class Process:
     name: str
     popen: subprocess.Popen[bytes]
     log: Path
+    log_start: int = 0  # in bytes: what earlier lives have left in it
     kill_at: float | None = None  # when what it left behind is killed; None while it lives
 
     def ask(self) -> None:
@@ -63,6 +64,7 @@ def start(
 ) -> Process:
     """Start `command`; its output is appended to the log at `path`. Raises OSError when it cannot be started."""
     with path.open("ab") as output:
+        log_start = output.tell()
         output.write(f"--- {now_utc()} {' '.join(command)}\n".encode())
         output.flush()
         popen = subprocess.Popen(
@@ -75,14 +77,14 @@ def start(
             pass_fds=pass_fds,
             start_new_session=True,
         )
-    return Process(name, popen, path)
+    return Process(name, popen, path, log_start)
 
 
-def tail(path: Path) -> tuple[str, ...]:
-    """The last lines of a log."""
+def tail(path: Path, start: int = 0) -> tuple[str, ...]:
+    """The last lines of a log, of those that begin at byte `start` or later."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            file.seek(max(start, path.stat().st_size - TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError as error:
         return (f"(the log cannot be read: {error.strerror})",)

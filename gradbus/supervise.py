@@ -253,7 +253,7 @@ class Supervisor:
             reason=reason,
             answer=answer,
             log=self._run.log(name),
-            tail=tail(self._run.log(name)),
+            tail=tail(self._run.log(name), process.log_start if process else 0),
         )
         self._failures.append(failure)
         self._watcher.failed(failure)

@@ -119,6 +119,14 @@ def test_a_killed_worker_is_restarted_and_told(run):
     assert "restart 1 of 2" in failure.answer
 
 
+def test_a_failure_shows_the_last_lines_of_its_own_life(run):
+    lives = [[["print", word], ["die", signal.SIGKILL]] for word in ("first", "second")]
+    witness = Witness()
+    supervise(run, witness, w0=[*lives, WORKER])
+    for failure, word in zip(witness.failures, ("first", "second"), strict=True):
+        assert failure.tail[0].startswith("--- ") and failure.tail[1:] == (word,)
+
+
 def test_a_dead_ps_ends_everything(run):
     ps = [LISTENING, ["until", "enough"], ["print", "Segmentation fault"], ["die", signal.SIGSEGV]]
     result = supervise(run, ps=[ps], workers=2)
