@@ -328,7 +328,7 @@ def send(context: zmq.Context, kind: int, address: str, *messages: list[bytes]) 
 @pytest.mark.timeout(90)
 def test_garbage_oversize_and_half_messages_on_every_socket_change_nothing(place, plain_loop, evidence):
     place.add("paced.py")
-    run = place.start("cluster", *QUICK, "workload=paced.py:Paced", "train.steps=60", "-n", 2, PACE_S=0.03)
+    run = place.start("cluster", *QUICK, "workload=paced.py:Paced", "train.steps=40", "-n", 2, PACE_S=0.03)
     run.until_version(3)
     session, addresses = int(place.manifest()["session"], 16), place.manifest()["addresses"]
     before = run.child("ps").memory_info().rss
@@ -376,7 +376,7 @@ def test_garbage_oversize_and_half_messages_on_every_socket_change_nothing(place
     summary = place.summary()
     counted = next(line for line in run.output.splitlines() if line.startswith("refused: "))
     evidence("(garbage, half and oversize messages on all sockets in mid-run)", counted, "0, same bits")
-    assert summary["params_sha256"] == plain_loop("quadratic", 60, 128, 4)
+    assert summary["params_sha256"] == plain_loop("quadratic", 40, 128, 4)
     assert summary["restarts"] == 0 and summary["failures"] == []
     refused = summary["refused"]
     assert refused.pop("malformed") == len(control) + 6

@@ -24,9 +24,9 @@ def test_workers_come_by_themselves_and_outlive_the_parameter_server(place, plai
     server = place.start("ps", *EXPERIMENT, *settings)
     address = server.address()
     assert server.until_line("add a worker").endswith(f"worker --ps {address}")
-    first = place.start("worker", "--ps", address, "--name", "first", PACE_S=0.05)
+    first = place.start("worker", "--ps", address, "--name", "first", PACE_S=0.03)
     server.until_version(3)
-    second = place.start("worker", "--ps", address, "--name", "second", PACE_S=0.05)
+    second = place.start("worker", "--ps", address, "--name", "second", PACE_S=0.03)
     numbers = {row["name"]: row["member"] for row in server.rows("member") if row["event"] == "joined"}
     assert numbers == {"first": 1}
 
