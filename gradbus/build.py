@@ -235,8 +235,15 @@ def worker(
     sockets = WorkerSockets(str(endpoint), bus)
     machine = WorkerMachine(hello, address=str(endpoint), connect_timeout_s=bus.connect_timeout_s, now=time.monotonic())
     client = Client(machine, sockets, note=note, log=lambda text: log.info("%s", text), wake=sockets.waker.wake)
-    client.attach(ThreadExecutor(_Workshop(data_dir), client.post, one_line))
+    client.attach(ThreadExecutor(_Workshop(data_dir), client.post, _explained))
     return client, sockets
+
+
+def _explained(error: Exception) -> str:
+    """One line, and in the log where it comes from, unless it says all there is to say."""
+    if not isinstance(error, PLAIN_ERRORS):
+        traceback.print_exception(error)
+    return one_line(error)
 
 
 def observer(run: RunFolder, settings: Settings, reporter: Reporter, sockets: ObserverSockets) -> Observer:

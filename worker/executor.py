@@ -6,10 +6,8 @@ computed is finished first, since nothing can interrupt XLA.
 
 import math
 import queue
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -113,6 +111,7 @@ class Calculator:
 class ThreadExecutor:
     """``build`` makes the Gradients for a welcome, in the computing thread; what it raises is reported as Unable.
 
+    ``explain`` makes one line for people of an error, and may log more.
     ``post(event, result)`` hands events to the loop; it must be safe to call from another thread.
     """
 
@@ -151,7 +150,6 @@ class ThreadExecutor:
             except Stopped:
                 continue
             except Exception as error:  # noqa: BLE001 - a user's code may raise anything; it is told, not swallowed
-                traceback.print_exc(file=sys.stderr)
                 self._post(Unable(self._explain(error)), None)
 
     def _prepare(self, welcome: Welcome) -> None:

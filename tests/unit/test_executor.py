@@ -143,22 +143,18 @@ def test_the_same_version_of_another_session_is_loaded_anew(loop: Loop, gradient
     assert [did for did in gradients.did if did.startswith("load")] == ["load 1", "load 2"]
 
 
-def test_an_error_in_the_users_code_is_told_in_one_line_and_with_its_trace(
-    loop: Loop, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_in_the_users_code_is_told(loop: Loop) -> None:
     loop.executor.compute(7, 0, weights(0), ((13, 14),))
     assert loop.next() == (Unable("told: unlucky"), None)
-    assert "ZeroDivisionError: unlucky" in capfd.readouterr().err
 
 
-def test_a_workload_that_cannot_be_built_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_workload_that_cannot_be_built_is_told() -> None:
     def build(welcome: Welcome) -> Any:
         raise FileNotFoundError("no such file: model.py")
 
     loop = Loop(build)
     loop.executor.prepare(WELCOME)
     assert loop.next() == (Unable("told: no such file: model.py"), None)
-    assert "FileNotFoundError" in capfd.readouterr().err
 
 
 def test_waiting_is_the_time_between_a_result_and_the_next_version() -> None:
