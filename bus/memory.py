@@ -6,10 +6,10 @@ receives is what it would have received.
 """
 
 import heapq
-import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import Random
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from bus.transport import Arrival, Payload, Peer
 
 
 @dataclass(frozen=True, slots=True)
-class Faults:
+class Chances:
     """Chances, from 0 to 1, for each message; ``delay_s`` is drawn evenly between its ends."""
 
     delay_s: tuple[float, float] = (0.0001, 0.001)
@@ -36,18 +36,18 @@ class Network:
     who have to find out what happened."""
 
     seed: int
-    faults: Faults = field(default_factory=Faults)
+    chances: Chances = field(default_factory=Chances)
     now: float = 0.0
     log: deque[str] = field(default_factory=lambda: deque(maxlen=200))
     server: "MemoryServer | None" = None
     workers: dict[Peer, "MemoryWorker"] = field(default_factory=dict)
-    chance: random.Random = field(init=False)
+    random: Random = field(init=False)
     _due: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _count: int = 0
     _last: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.chance = random.Random(self.seed)
+        self.random = Random(self.seed)
 
     def at(self, time: float, act: Callable[[], None]) -> None:
         """Do something when the clock reaches ``time``."""
@@ -71,12 +71,12 @@ class Network:
         if payload is not None:
             frames.append(np.array(payload, np.uint8).data)
         label = f"{route} {type(message).__name__}"
-        for copy in range(1 + (self.chance.random() < self.faults.double)):
-            if self.chance.random() < lose:
+        for copy in range(1 + (self.random.random() < self.chances.double)):
+            if self.random.random() < lose:
                 self.log.append(f"{self.now:.4f} lost {label}")
                 continue
-            time = self.now + self.chance.uniform(*self.faults.delay_s)
-            if self.chance.random() >= self.faults.reorder:
+            time = self.now + self.random.uniform(*self.chances.delay_s)
+            if self.random.random() >= self.chances.reorder:
                 time = self._last[route] = max(time, self._last.get(route, 0.0))
             self.at(time, lambda: deliver(*codec.decode(frames)))
             self.log.append(f"{self.now:.4f} {label}{' again' if copy else ''}, due {time:.4f}")
@@ -98,13 +98,13 @@ class MemoryServer:
     def send(self, peer: Peer, message: Message, payload: Payload = None) -> None:
         worker = self.network.workers.get(peer)
         if worker is not None:
-            lose = self.network.faults.lose_control
+            lose = self.network.chances.lose_control
             self.network.carry(("control", peer), message, payload, lose, worker.deliver)
 
     def publish(self, message: Message, payload: Payload = None) -> None:
         for worker in list(self.network.workers.values()):
             if worker.subscribed and isinstance(message, Weights | Plan | Stop):
-                lose = self.network.faults.lose_weights
+                lose = self.network.chances.lose_weights
                 self.network.carry(("weights", worker.peer), message, payload, lose, worker.deliver)
 
 
@@ -127,10 +127,10 @@ class MemoryWorker:
         self.inbox.append(Arrival(b"", message, payload))
 
     def send(self, message: Message) -> None:
-        self._to_server("control", message, None, self.network.faults.lose_control)
+        self._to_server("control", message, None, self.network.chances.lose_control)
 
     def push(self, contribution: Contribution, payload: Payload) -> bool:
-        self._to_server("gradients", contribution, payload, self.network.faults.lose_gradients)
+        self._to_server("gradients", contribution, payload, self.network.chances.lose_gradients)
         return True
 
     def follow(self, member: int, gradients: str, weights: str, bucket_bytes: int) -> None:
@@ -141,7 +141,7 @@ class MemoryWorker:
             if server is not None and self.network.server is server:
                 server.inbox.append(Arrival(b"", Subscribed(member)))
 
-        self.network.at(self.network.now + self.network.faults.delay_s[1], arrive)
+        self.network.at(self.network.now + self.network.chances.delay_s[1], arrive)
 
     def forsake(self) -> None:
         self.subscribed = False

@@ -10,7 +10,7 @@ import secrets
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,15 @@ import msgspec
 
 from bus.endpoints import DEFAULT_PORT, advertised, local, parse
 from bus.errors import BusError, LayoutError
+from bus.faults import Fault, poisoned
+from bus.faults import parse as parse_fault
 from bus.layout import first_difference, gradient_layout, weights_layout
 from bus.messages import Hello, Welcome
 from bus.settings import BusSettings
 from bus.sockets import ObserverSockets, ServerSockets, WorkerSockets
 from gradbus import settings as settings_module
 from gradbus.evaluate import Evaluation, Observer
+from gradbus.injection import Injection
 from gradbus.recorder import RunRecorder
 from gradbus.records import Metrics, RunFolder
 from gradbus.report import Reporter
@@ -42,8 +45,9 @@ from ps.update import Updater, leaves_of
 from worker.batches import Batches
 from worker.client import Client
 from worker.compute import ShardGradients
-from worker.executor import ThreadExecutor
+from worker.executor import Gradients, ThreadExecutor
 from worker.machine import Machine as WorkerMachine
+from worker.slow import SlowGradients, preparing_longer_s
 
 # Errors whose text is made for people already.
 PLAIN_ERRORS = (
@@ -71,6 +75,7 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
     data_sha256: str
     source_sha256: str | None
+    not_finite: frozenset[tuple[int, int]] = frozenset()  # (version, shard), on purpose
 
 
 def one_line(error: BaseException) -> str:
@@ -116,7 +121,13 @@ class Service:
 
 
 def service(
-    run: RunFolder, settings: Settings, reporter: Reporter, resume: Path | None, *, again: bool = False
+    run: RunFolder,
+    settings: Settings,
+    reporter: Reporter,
+    resume: Path | None,
+    injection: Injection,
+    *,
+    again: bool = False,
 ) -> Service:
     """Build the PS of ``run``. ``resume``: a checkpoint, or a folder of them of which the newest whole one is taken.
     ``again``: after a crash, on the addresses it had, from the newest checkpoint or else from the start.
@@ -159,10 +170,11 @@ def service(
             evaluate_every=settings.eval.every,
             evaluate=settings.eval.enabled,
             balance=settings.cluster.balance,
+            too_few=settings.cluster.too_few,
         ),
         session=session,
         version=restored.version if restored else 0,
-        now=time.monotonic(),
+        now=injection.clock(),
     )
     run.update_manifest(
         bound=[sockets.control, sockets.gradients, sockets.weights],
@@ -202,12 +214,13 @@ def service(
         samples=samples,
         data_sha256=data_sha256,
         source_sha256=source_sha256(settings.workload),
+        not_finite=poisoned(map(parse_fault, settings.faults)),
     )
     history = History(recorder, optimizer.learning_rate, settings.train.loss_average)
     history.loss_average = restored.meta.get("loss_average") if restored else None
     server = Server(
         machine=machine,
-        transport=sockets,
+        transport=injection.server(sockets),
         updater=updater,
         bucket_bytes=bucket_bytes,
         offer=Offer(msgspec.json.encode(experiment).decode(), sockets.gradients, sockets.weights),
@@ -221,21 +234,36 @@ def service(
             "session": f"{session:016x}",
             "versions": versions(),
         },
+        clock=injection.clock,
     )
     return Service(server, sockets, recorder)
 
 
 def worker(
-    address: str, name: str | None, data_dir: str | None, bus: BusSettings, note: Callable[[str], None]
+    address: str,
+    name: str | None,
+    data_dir: str | None,
+    bus: BusSettings | None,
+    note: Callable[[str], None],
+    injection: Injection,
 ) -> tuple[Client, WorkerSockets]:
     """A worker that dials ``address``; it learns everything else from there. Raises EndpointError."""
     endpoint = parse(address, DEFAULT_PORT)
-    host = socket.gethostname()
+    host, bus = socket.gethostname(), bus or BusSettings()
     hello = Hello(name or f"{host}-{os.getpid()}", host, os.getpid(), secrets.randbits(63), versions())
     sockets = WorkerSockets(str(endpoint), bus)
-    machine = WorkerMachine(hello, address=str(endpoint), connect_timeout_s=bus.connect_timeout_s, now=time.monotonic())
-    client = Client(machine, sockets, note=note, log=lambda text: log.info("%s", text), wake=sockets.waker.wake)
-    client.attach(ThreadExecutor(_Workshop(data_dir), client.post, _explained))
+    machine = WorkerMachine(
+        hello, address=str(endpoint), connect_timeout_s=bus.connect_timeout_s, now=injection.clock()
+    )
+    client = Client(
+        machine,
+        injection.worker(sockets),
+        note=note,
+        log=lambda text: log.info("%s", text),
+        wake=sockets.waker.wake,
+        clock=injection.clock,
+    )
+    client.attach(ThreadExecutor(_Workshop(data_dir, injection.faults), client.post, _explained))
     return client, sockets
 
 
@@ -324,14 +352,18 @@ class _Workshop:
     """Makes what a worker computes with. After a PS was restarted the same is asked for again: nothing is compiled
     twice."""
 
-    def __init__(self, data_dir: str | None) -> None:
-        self._data_dir = data_dir
-        self._made: tuple[tuple[Any, ...], ShardGradients] | None = None
+    def __init__(self, data_dir: str | None, faults: Sequence[Fault]) -> None:
+        self._data_dir, self._faults = data_dir, faults
+        self._made: tuple[tuple[Any, ...], Gradients] | None = None
 
-    def __call__(self, welcome: Welcome) -> ShardGradients:
+    def __call__(self, welcome: Welcome) -> Gradients:
         wanted = (welcome.experiment, welcome.leaves, welcome.bucket_bytes)
         if self._made is None or self._made[0] != wanted:
-            self._made = (wanted, _gradients(welcome, self._data_dir))
+            gradients: Gradients = _gradients(welcome, self._data_dir)
+            if self._faults:
+                gradients = SlowGradients(gradients, self._faults)
+                time.sleep(preparing_longer_s(self._faults))
+            self._made = (wanted, gradients)
         return self._made[1]
 
 
@@ -365,6 +397,7 @@ def _gradients(welcome: Welcome, data_dir: str | None) -> ShardGradients:
         train=train,
         batches=Batches(experiment.seed, experiment.samples, experiment.batch_size, experiment.shards),
         seed=experiment.seed,
+        not_finite=experiment.not_finite,
     )
     gradients.compile()
     return gradients

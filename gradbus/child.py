@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -21,6 +21,8 @@ from gradbus.report import Reporter, lifeline
 
 if TYPE_CHECKING:
     from bus.settings import BusSettings
+    from gradbus.injection import Injection
+    from gradbus.settings import Settings
 
 EXIT_FAILED, EXIT_USAGE, EXIT_NO_SERVER, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 3, 130, 143
 SWITCH_INTERVAL_S = 0.0002  # the loop of a worker must not wait for the computing thread to let go of the interpreter
@@ -38,6 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
         each.add_argument("run", type=Path)
         if role == "ps":
             each.add_argument("--resume", type=Path)
+            each.add_argument("--spent", type=int, nargs="*", default=(), help="positions of faults that are over")
             each.add_argument(
                 "--again", action="store_true", help="as before a crash: same addresses, newest checkpoint"
             )
@@ -45,6 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     each.add_argument("--ps", required=True)
     each.add_argument("--name")
     each.add_argument("--run", type=Path)
+    each.add_argument("--spent", type=int, nargs="*", default=())
     options = parser.parse_args(arguments)
     _log_to_stderr()
     _end_with_launcher()
@@ -52,25 +56,29 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(EXIT_TERMINATED))
     match options.role:
         case "ps":
-            return _told(lambda reporter: _run_ps(options.run, options.resume, options.again, reporter))
+            return _told(lambda reporter: _run_ps(options, reporter))
         case "evaluator":
             return _told(lambda reporter: _run_evaluator(options.run, reporter))
         case "eval":
             return run_eval(options.run, None)
         case _:
-            return run_worker(options.ps, options.name, None, _bus_settings(options.run))
+            settings = _settings(options.run)
+            bus, faults = (settings.bus, settings.faults) if settings else (None, [])
+            return run_worker(options.ps, options.name, None, bus, faults, options.spent)
 
 
-def _run_ps(folder: Path, resume: Path | None, again: bool, reporter: Reporter) -> int:
+def _run_ps(options: argparse.Namespace, reporter: Reporter) -> int:
     from gradbus.settings import load
 
-    run = RunFolder(folder)
+    run = RunFolder(options.run)
     settings = load(run.config)
     _set_threads(settings.train.threads, cpu=True)
     from gradbus.build import service
+    from gradbus.injection import Injection
     from ps.actions import Finish
 
-    built = service(run, settings, reporter, resume, again=again)
+    injection = Injection("ps", settings.faults, options.spent, reporter)
+    built = service(run, settings, reporter, options.resume, injection, again=options.again)
     server, recorder = built.server, built.recorder
     with _on_signal(lambda code: server.request_stop(), built.sockets.waker.fileno()):
         outcome = server.run()
@@ -95,24 +103,48 @@ def _run_ps(folder: Path, resume: Path | None, again: bool, reporter: Reporter) 
     return outcome.exit_code
 
 
-def run_worker(address: str, name: str | None, data_dir: str | None, bus: "BusSettings") -> int:
-    """Join the PS at ``address`` and work until the run is over. The exit code; 0 when the PS said that it is over."""
+def run_worker(
+    address: str,
+    name: str | None,
+    data_dir: str | None,
+    bus: "BusSettings | None" = None,
+    faults: Sequence[str] = (),
+    spent: Sequence[int] = (),
+) -> int:
+    """Join the PS at ``address`` and work until the run is over. The exit code; 0 when the PS said that it is over.
+
+    ``faults``: see gradbus.injection.
+    """
     _log_to_stderr()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy only adds and copies here
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    code = _told(lambda reporter: _run_worker(address, name, data_dir, bus, reporter))
+
+    def run(reporter: Reporter) -> int:
+        from gradbus.injection import Injection
+
+        injection = Injection(name or "", faults, spent, reporter)
+        return _run_worker(address, name, data_dir, bus, injection, reporter)
+
+    code = _told(run)
     _leave_at_once(code)
     return code
 
 
-def _run_worker(address: str, name: str | None, data_dir: str | None, bus: "BusSettings", reporter: Reporter) -> int:
+def _run_worker(
+    address: str,
+    name: str | None,
+    data_dir: str | None,
+    bus: "BusSettings | None",
+    injection: "Injection",
+    reporter: Reporter,
+) -> int:
     def note(text: str) -> None:
         log.info("%s", text)
         reporter.event("note", text=text)
 
     from gradbus.build import worker
 
-    client, sockets = worker(address, name, data_dir, bus, note)
+    client, sockets = worker(address, name, data_dir, bus, note, injection)
     with _on_signal(client.request_stop, sockets.waker.fileno()):
         outcome = client.run()
     sockets.close(linger=outcome.exit_code == EXIT_USAGE)  # for the reason to arrive; a goodbye is acknowledged
@@ -197,12 +229,11 @@ def _told(run: Callable[[Reporter], int]) -> int:
         reporter.close()
 
 
-def _bus_settings(folder: Path | None) -> "BusSettings":
-    """Of the run in ``folder``, as a worker on the same machine wants them."""
-    from bus.settings import BusSettings
+def _settings(folder: Path | None) -> "Settings | None":
+    """Of the run in ``folder``, as a worker on the same machine may have them."""
     from gradbus.settings import load
 
-    return load(RunFolder(folder).config).bus if folder else BusSettings()
+    return load(RunFolder(folder).config) if folder else None
 
 
 def _set_threads(threads: int, *, cpu: bool) -> None:

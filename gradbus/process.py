@@ -48,6 +48,18 @@ class Process:
         except subprocess.TimeoutExpired:
             log.warning("%s (pid %d) does not end", self.name, self.popen.pid)
 
+    def stopped_or_continued(self) -> str | None:
+        """The name of the signal that has stopped the child since the last look, "" if it goes on; None: neither."""
+        if not hasattr(os, "waitid"):
+            return None  # macOS
+        try:
+            found = os.waitid(os.P_PID, self.popen.pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
+        except ChildProcessError:
+            return None  # it has ended
+        if found is None:
+            return None
+        return signal.Signals(found.si_status).name if found.si_code == os.CLD_STOPPED else ""
+
     def group_alive(self) -> bool:
         """Whether anyone of its process group still runs; zombies that nobody has collected do not count."""
         try:

@@ -10,13 +10,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from bus import faults as injected
 from bus.settings import BusSettings
 from gradbus.layers import COMMAND_LINE, Converter, Layer, merge, names_a_call, source_of, spell
 from gradbus.wording import show
@@ -73,7 +74,8 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     workers      worker processes started on this machine; 0: only the parameter server, workers come by themselves
     min_workers  training waits for this many
-    max_wait_s   how long it waits for them before the run ends
+    max_wait_s   how long it waits for them before the run ends, with a checkpoint
+    too_few      when fewer than that are left: go on with them, wait for others, or stop with a checkpoint
     restarts     how often each process that died is started again, the parameter server included
     balance      plan by measured speed, and let idle workers help with what is late
     hosts        other machines to start workers on: none can be started yet
@@ -82,6 +84,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     workers: Annotated[int, Meta(ge=0, le=4096)] = 2
     min_workers: Annotated[int, Meta(ge=1, le=4096)] = 1
     max_wait_s: Annotated[float, Meta(ge=0.1, le=604800)] = 120.0
+    too_few: Literal["go_on", "wait", "stop"] = "go_on"
     restarts: Annotated[int, Meta(ge=0)] = 3
     balance: bool = True
     hosts: list[str] = []
@@ -114,6 +117,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     cluster: ClusterSettings = ClusterSettings()
     bus: BusSettings = BusSettings()
     run: RunSettings = RunSettings()
+    faults: list[str] = []  # on purpose, for tests and to see what happens: the forms are those of bus.faults
 
 
 def load(config: Path | None, overrides: Sequence[str] = ()) -> Settings:
@@ -145,12 +149,14 @@ def dump(settings: Settings) -> str:
 def experiment(settings: Settings) -> dict[str, Any]:
     """What determines the weights: nothing of where, how long, or with how many workers."""
     train = {key: value for key, value in msgspec.to_builtins(settings.train).items() if key not in _NOT_IN_WEIGHTS}
+    not_finite = sorted(injected.poisoned(map(injected.parse, settings.faults)))
     return {
         "seed": settings.seed,
         "workload": settings.workload,
         "train": train,
         "optimizer": msgspec.to_builtins(settings.optimizer),
         "sync": msgspec.to_builtins(settings.sync),
+        **({"not_finite": not_finite} if not_finite else {}),
     }
 
 
@@ -251,6 +257,11 @@ def _check(settings: Settings, convert: Converter) -> None:
             cluster.hosts,
             "start workers on other machines with `gradbus worker`",
         )
+    for index, text in enumerate(settings.faults):
+        try:
+            injected.parse(text)
+        except ValueError as error:
+            convert.fail(("faults", index), str(error), text, "all forms are in docs/faults.md")
     if 0 < cluster.workers < cluster.min_workers:
         convert.fail(
             ("cluster", "min_workers"),

@@ -115,6 +115,7 @@ class Supervisor:
         self._progress: dict[str, Any] = {}
         self._evaluations: dict[int, dict[str, Any]] = {}
         self._failures: list[Failure] = []
+        self._spent: set[int] = set()  # faults on purpose that have happened
 
     def run(self) -> Result:
         """Start everything, and return once nothing that was started is left.
@@ -159,6 +160,8 @@ class Supervisor:
                 self._decide(incidents.Ended(process.name, code))
                 self._processes.pop(process.name, None)
                 self._end_leftovers(process)
+            elif (change := process.stopped_or_continued()) is not None:
+                self._watcher.note(self._paused(process, change))
         self._leftovers = [process for process in self._leftovers if self._still_there(process)]
         self._decide(incidents.Tick())
         self._watcher.tick()
@@ -194,6 +197,8 @@ class Supervisor:
                 self._finished = fields
             case "progress":
                 self._progress = fields
+            case "fault" if isinstance(index := fields.get("index"), int):
+                self._spent.add(index)
             case "evaluated" if isinstance(version := fields.get("version"), int):
                 self._evaluations[version] = fields
         self._watcher.reported(source, event.name, fields)
@@ -203,17 +208,18 @@ class Supervisor:
 
     def _arguments(self, name: str) -> list[str]:
         folder = str(self._run.path)
+        spent = ["--spent", *map(str, sorted(self._spent))] if self._spent else []
         match name:
             case incidents.PS:
                 if self._address:
-                    return ["ps", folder, "--again"]
+                    return ["ps", folder, "--again", *spent]
                 return ["ps", folder, *(["--resume", str(self._resume)] if self._resume else [])]
             case incidents.EVALUATOR:
                 return ["evaluator", folder]
             case incidents.EVAL:
                 return ["eval", folder]
             case _:
-                return ["worker", "--ps", self._address, "--name", name, "--run", folder]
+                return ["worker", "--ps", self._address, "--name", name, "--run", folder, *spent]
 
     def _start(self, name: str) -> None:
         read, write = os.pipe()
@@ -257,6 +263,12 @@ class Supervisor:
         )
         self._failures.append(failure)
         self._watcher.failed(failure)
+
+    def _paused(self, process: Process, change: str) -> str:
+        who = f"{process.name} (pid {process.popen.pid})"
+        if change == "":
+            return f"{who} goes on"
+        return f"{who} was stopped by {change}; it goes on after: kill -CONT {process.popen.pid}"
 
     def _end_leftovers(self, process: Process) -> None:
         if process.group_alive():

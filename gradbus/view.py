@@ -81,6 +81,8 @@ class View:
                 self._pace.append((self._clock(), _count(fields, "version")))
             case "note":
                 self.note(str(fields.get("text", "")) if source == "ps" else f"{source}: {fields.get('text', '')}")
+            case "fault":
+                self.note(f"{source}: on purpose, {fields.get('text', '')}")
             case "evaluated" if isinstance(fields.get("eval"), dict):
                 self.note(f"version {fields.get('version')}: {numbers(fields['eval'])} (evaluation)")
             case "finished":

@@ -57,11 +57,11 @@ from ps.actions import (
     Updated,
 )
 from ps.membership import Member, Membership
+from ps.patience import WAITING_EVERY_S, WAITING_FIRST_S, Patience, late_line, missing_from, waiting_line
 from ps.rounds import Round
 
 EXIT_DONE, EXIT_FAILED, EXIT_TOO_FEW, EXIT_INTERRUPTED = 0, 1, 3, 130
 SPEED_WEIGHT = 0.3  # of the newest measurement in a member's speed
-LATE_FACTOR = 1.5  # of the usual time of a step: what is missing then is given to idle members as well
 LEAVING_S = 5.0  # how long members have to say goodbye once the run is over
 
 
@@ -82,6 +82,7 @@ class Rules:
     evaluate_every: int  # versions; 0: only at the end
     evaluate: bool
     balance: bool = True  # plan by measured speed, and let idle members help with what is late
+    too_few: Literal["go_on", "wait", "stop"] = "go_on"  # when fewer than min_workers are left
 
 
 class Phase(Enum):
@@ -107,13 +108,13 @@ class Machine:
         self.revision = 0  # of the plan: from 1 on while a step is open, so that its first plan is news to all
         self.refused: dict[str, int] = {}
         self.deadline: float | None = None  # of the phase LEAVING, or of a stop that waits for the open step
-        self.idle_since: float | None = now  # too few are there to compute
+        self.idle_since: float | None = 0.0  # by the time spent listening, while too few are there to compute
         self.wake_at = now + rules.heartbeat_s
         self._heartbeat_at = now + rules.heartbeat_s
         self._skipped_in_a_row = 0
-        self._opened_at = now
-        self._usual_s: float | None = None  # of a step
-        self._late_at: float | None = None
+        self._patience = Patience(rules.heartbeat_s)
+        self._helping: set[int] = set()  # in the open step
+        self._tell_waiting_s = WAITING_FIRST_S  # of waiting for workers, before the next line about it
         self._ending: tuple[Status, str, int] | None = None
         self._saved = -1 if version == 0 else version
         self._troubles: list[str] = []
@@ -129,6 +130,7 @@ class Machine:
         """The actions that ``event`` calls for. ``peer`` is the control connection it came by, if it did."""
         if self.finished:
             return []
+        self.members.listen(now)
         actions = self._react(event, peer, now)
         actions += self._open_if_possible(now)
         self._set_wake(now)
@@ -213,11 +215,15 @@ class Machine:
     def _after_loss(self, now: float) -> list[Action]:
         if self.phase is Phase.LEAVING:
             return self._finish() if not self.members.members else []
+        if self._began and self.rules.too_few == "stop" and not self._enough():
+            left = len(self.members.plannable())
+            reason = f"{left} of {self.rules.min_workers} workers are left (cluster.too_few is stop)"
+            return self._leave("failed", reason, EXIT_TOO_FEW, now)
         return self._replan()
 
     def _replan(self) -> list[Action]:
         """Give the shards that nobody computes any more to those who are here."""
-        if self.phase is not Phase.OPEN:
+        if self.phase is not Phase.OPEN or not self._enough():
             return []
         return self._broadcast(
             planning.revise(self.plan, self.round.missing(), self.members.plannable(), self.rules.shards)
@@ -225,11 +231,19 @@ class Machine:
 
     # Steps
 
+    def _wanted(self) -> int:
+        """How many must be here for anyone to compute."""
+        return 1 if self._began and self.rules.too_few == "go_on" else self.rules.min_workers
+
+    def _enough(self) -> bool:
+        return len(self.members.plannable()) >= self._wanted()
+
     def _open_if_possible(self, now: float) -> list[Action]:
-        here = len(self.members.plannable())
-        enough = here >= (1 if self._began else self.rules.min_workers)
+        enough = self._enough()
         if self.phase in (Phase.WAITING, Phase.OPEN):
-            self.idle_since = None if enough else now if self.idle_since is None else self.idle_since
+            idle_since = self.members.listened_s if self.idle_since is None else self.idle_since
+            self.idle_since = None if enough else idle_since
+            self._tell_waiting_s = WAITING_FIRST_S if enough else self._tell_waiting_s
         if self.phase is not Phase.WAITING:
             return []
         if self.version >= self.rules.steps:
@@ -240,12 +254,13 @@ class Machine:
         return self._open(now)
 
     def _open(self, now: float) -> list[Action]:
-        self.phase, self._opened_at = Phase.OPEN, now
-        self._late_at = now + LATE_FACTOR * self._usual_s if self.rules.balance and self._usual_s else None
+        self.phase = Phase.OPEN
+        self._patience.opened(self.members.listened_s)
+        self._helping.clear()
         self.round = Round(self.version, self.rules.shards, self.rules.buckets)
         self.revision, self._troubles = 1, []
         speeds = self._speeds()
-        self.plan = planning.divide(self.rules.shards, speeds) if speeds else ()
+        self.plan = planning.divide(self.rules.shards, speeds) if self._enough() else ()
         return [Publish(self.version, self.revision, self.plan)]
 
     def _speeds(self) -> dict[int, float]:
@@ -260,17 +275,32 @@ class Machine:
                 member.examples_per_second = min(fastest, member.examples_per_second * 1.05)
         return {member.number: member.examples_per_second for member in members}
 
-    def _help_the_late(self, now: float) -> list[Action]:
+    def _help_the_late(self) -> list[Action]:
         """Give what is missing to members that have nothing left to do; whoever is first with it wins."""
-        if self._late_at is None or now < self._late_at or self._usual_s is None:
+        if not self.rules.balance or not self._patience.help_is_due(self.members.listened_s):
             return []
-        self._late_at = now + LATE_FACTOR * self._usual_s
         missing = self.round.missing()
-        waited_for = {
-            each.member for each in self.plan if any(low < each.high and each.low < high for low, high in missing)
-        }
+        waited_for = missing_from(self.plan, missing)
         idle = [number for number in self.members.plannable() if number not in waited_for]
+        self._helping.update(idle)
         return self._broadcast(planning.assist(self.plan, missing, idle, self.rules.shards))
+
+    def _tell_who_is_late(self) -> list[Action]:
+        now = self.members.listened_s
+        if not self._patience.telling_is_due(now) or self._patience.usual_s is None:
+            return []
+        waited_for = missing_from(self.plan, self.round.missing()).items()
+        here = self.members.members
+        late = [
+            (here[number], nodes, self.members.silent_s(here[number]))
+            for number, nodes in waited_for
+            if number in here and number not in self._helping
+        ]
+        if not late:
+            return []  # nobody is here to compute, which is told elsewhere
+        helpers = ", ".join(here[number].name for number in sorted(self._helping) if number in here)
+        answer = f"given to {helpers} as well" if helpers else "nobody is idle to help"
+        return [Note(late_line(self.version, now - self._patience.opened_at, self._patience.usual_s, late, answer))]
 
     def _broadcast(self, plan: planning.Plan) -> list[Action]:
         """Make ``plan`` that of the open step, and tell everyone if anyone has more to do by it."""
@@ -330,8 +360,7 @@ class Machine:
         where = f"step {self.version}: {updated.trouble}"
         if updated.trouble and self.rules.nonfinite == "stop":
             return self._leave("failed", where, EXIT_FAILED, now)
-        took_s = now - self._opened_at
-        self._usual_s = took_s if self._usual_s is None else self._usual_s + SPEED_WEIGHT * (took_s - self._usual_s)
+        self._patience.closed(self.members.listened_s)
         self._skipped_in_a_row = 0 if updated.applied else self._skipped_in_a_row + 1
         self.version += 1
         version = self.version
@@ -386,8 +415,8 @@ class Machine:
 
     def _tick(self, now: float) -> list[Action]:
         actions: list[Action] = []
-        for member in self.members.tick(now):
-            reason = f"not heard for {member.silent_s:.1f} s; last seen {member.doing}"
+        for member in self.members.lose_silent():
+            reason = f"not heard for {self.members.silent_s(member):.1f} s; last seen {member.doing}"
             actions.append(_changed("lost", member, reason))
             actions += self._after_loss(now)
         if self.phase is Phase.LEAVING and self.deadline is not None and now >= self.deadline:
@@ -398,11 +427,15 @@ class Machine:
         if self.phase is Phase.OPEN and self.deadline is not None and now >= self.deadline:
             reason = f"asked to stop at version {self.version}; its step could not be finished in time"
             return actions + self._leave("interrupted", reason, EXIT_INTERRUPTED, now)
-        waited_s = 0.0 if self.idle_since is None else now - self.idle_since
+        waited_s = 0.0 if self.idle_since is None else self.members.listened_s - self.idle_since
         if self.phase in (Phase.WAITING, Phase.OPEN) and waited_s >= self.rules.max_wait_s:
             return actions + self._leave("failed", self._too_few(), EXIT_TOO_FEW, now)
+        if self.phase in (Phase.WAITING, Phase.OPEN) and waited_s >= self._tell_waiting_s:
+            self._tell_waiting_s = waited_s + WAITING_EVERY_S
+            actions.append(self._waiting(waited_s))
         if self.phase is Phase.OPEN:
-            actions += self._help_the_late(now)
+            actions += self._help_the_late()
+            actions += self._tell_who_is_late()
         if now >= self._heartbeat_at:
             self._heartbeat_at = now + self.rules.heartbeat_s
             missing: Sequence[Node] = self.round.missing() if self.phase is Phase.OPEN else ()
@@ -412,16 +445,21 @@ class Machine:
 
     def _too_few(self) -> str:
         here = ", ".join(f"{member} {member.doing}" for member in self.members.members.values()) or "nobody is here"
-        ready, wanted = len(self.members.plannable()), self.rules.min_workers
+        ready, wanted = len(self.members.plannable()), self._wanted()
         found = f"{ready} of {wanted} workers were ready after" if ready else "no worker was ready for"
         return f"{found} {self.rules.max_wait_s:g} s ({here})"
 
+    def _waiting(self, waited_s: float) -> Note:
+        ready, wanted = len(self.members.plannable()), self._wanted()
+        left_s = self.rules.max_wait_s - waited_s
+        return Note(waiting_line(ready, wanted, self.members.members.values(), waited_s, left_s))
+
     def _set_wake(self, now: float) -> None:
-        self.wake_at = self._heartbeat_at
-        if self.phase is Phase.OPEN and self._late_at is not None:
-            self.wake_at = min(self.wake_at, self._late_at)
-        if self.deadline is not None:
-            self.wake_at = min(self.wake_at, self.deadline)
+        wakes = [self._heartbeat_at, self.deadline]
+        if self.phase is Phase.OPEN:
+            due = [self._patience.help_at if self.rules.balance else None, self._patience.tell_at]
+            wakes += [now + at - self.members.listened_s for at in due if at is not None]
+        self.wake_at = min(wake for wake in wakes if wake is not None)
 
     def _count(self, reason: str, action: Action) -> list[Action]:
         count = self.refused[reason] = self.refused.get(reason, 0) + 1
@@ -440,7 +478,9 @@ class Machine:
             here = set(self.members.plannable())
             planned = {s for a in self.plan if a.member in here for s in range(a.low, a.high)}
             wanted = {s for low, high in self.round.missing() for s in range(low, high)}
-            assert not here or wanted <= planned, f"shards {wanted - planned} of step {self.version} are nobody's"
+            assert not self._enough() or wanted <= planned, (
+                f"shards {wanted - planned} of step {self.version} are nobody's"
+            )
 
 
 def _changed(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from bus.messages import Hello
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Member:
     """One joined worker process. ``number`` is its identity; ``name`` is only a label for people."""
 
@@ -25,7 +25,7 @@ class Member:
     device: str = ""
     doing: str = "joining"
     version: int = -1
-    silent_s: float = 0.0
+    heard_at: float = 0.0  # by the time that the PS has spent listening
     examples_per_second: float = 0.0
     contributions: int = 0
 
@@ -40,13 +40,14 @@ class Member:
 @dataclass(slots=True)
 class Membership:
     """``timeout_s``: silence after which a member is gone. ``hearing_s``: the most that one look at the clock may add
-    to anyone's silence."""
+    to the time spent listening."""
 
     timeout_s: float
     hearing_s: float
     now: float
     members: dict[int, Member] = field(default_factory=dict)
     joined: int = 0  # ever; numbers are never given twice
+    listened_s: float = 0.0  # so far: a clock on which the PS has never slept
 
     def join(self, hello: Hello, peer: bytes) -> tuple[Member, Member | None]:
         """The member for this hello, and the older life of the same worker that it replaces, if there is one.
@@ -55,12 +56,13 @@ class Membership:
         """
         older = next((m for m in self.members.values() if (m.name, m.host) == (hello.name, hello.host)), None)
         if older and (older.instance, older.peer) == (hello.instance, peer):
-            older.silent_s = 0.0
+            older.heard_at = self.listened_s
             return older, None
         if older:
             del self.members[older.number]
         self.joined += 1
         member = Member(self.joined, hello.name, hello.host, hello.pid, hello.instance, peer, dict(hello.versions))
+        member.heard_at = self.listened_s
         self.members[member.number] = member
         return member, older
 
@@ -68,20 +70,26 @@ class Membership:
         """Note that ``number`` gave a sign of life; None if it is no member."""
         member = self.members.get(number)
         if member:
-            member.silent_s = 0.0
+            member.heard_at = self.listened_s
         return member
 
     def remove(self, number: int) -> Member | None:
         return self.members.pop(number, None)
 
-    def tick(self, now: float) -> list[Member]:
-        """Let time pass; remove and return those who have been silent for too long."""
-        passed_s, self.now = min(max(now - self.now, 0.0), self.hearing_s), now
-        lost = []
-        for member in list(self.members.values()):
-            member.silent_s += passed_s
-            if member.silent_s > self.timeout_s:
-                lost.append(self.members.pop(member.number))
+    def listen(self, now: float) -> None:
+        """Let time pass."""
+        self.listened_s += min(max(now - self.now, 0.0), self.hearing_s)
+        self.now = now
+
+    def silent_s(self, member: Member) -> float:
+        """How long nothing was heard of it, while the PS was listening."""
+        return self.listened_s - member.heard_at
+
+    def lose_silent(self) -> list[Member]:
+        """Remove and return those who have been silent for too long."""
+        lost = [member for member in self.members.values() if self.silent_s(member) > self.timeout_s]
+        for member in lost:
+            del self.members[member.number]
         return lost
 
     def plannable(self) -> list[int]:

@@ -6,7 +6,7 @@ may contract a multiplication and an addition that it sees together.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -32,7 +32,8 @@ class Workload(Protocol):
 class ShardGradients:
     """``train``: arrays that share their first axis. ``leaves``: the model's, as the PS laid them out.
 
-    ``init_state`` is the workload's, if it keeps any.
+    ``init_state`` is the workload's, if it keeps any. ``not_finite``: of which (version, shard) the gradient is to be
+    NaN, on purpose.
     """
 
     def __init__(
@@ -45,8 +46,9 @@ class ShardGradients:
         train: PyTree,
         batches: Batches,
         seed: int,
+        not_finite: Container[tuple[int, int]] = (),
     ) -> None:
-        self._train, self._batches = train, batches
+        self._train, self._batches, self._not_finite = train, batches, not_finite
         self._weights = weights_layout(leaves, bucket_bytes)
         self.layout = gradient_layout(leaves, bucket_bytes)
         self._key = jax.random.key(seed)
@@ -116,6 +118,8 @@ class ShardGradients:
         scaled, value, metrics = self._shard(*self._loaded, batch, self._key, np.uint32(version), np.uint32(shard))
         examples = len(self._batches.indices(version, shard))
         buffer = self.layout.pack([np.asarray(leaf) for leaf in scaled])
+        if (version, shard) in self._not_finite:
+            self.layout.views(buffer)[0][...] = np.nan
         means = {"loss": float(value), **{name: float(metric) for name, metric in sorted(metrics.items())}}
         trouble = self._trouble(buffer, means["loss"])
         if trouble:

@@ -38,6 +38,7 @@ EXIT_DONE, EXIT_FAILED, EXIT_NO_SERVER = 0, 2, 3
 LEAVING_S = 3.0  # how long to wait for the PS to take note of a goodbye
 FIRST_HELLO_S, LAST_HELLO_S = 0.05, 2.0  # between hellos that nobody answers
 COMPLAIN_AFTER_S, COMPLAIN_EVERY_S = 2.0, 10.0
+QUIET_BEATS = 2.5  # heartbeats of the PS that may be missed before a line says so
 
 
 # Events beside messages
@@ -166,8 +167,8 @@ class Machine:
         self._arriving: set[int] = set()  # buckets of the known version that are here
         self._late = False  # the known version was incomplete at the last heartbeat too
         self._nodes: dict[Node, int] = {}  # of the held version: -1 computing, else how often it was listed as missing
-        self._silent_s, self._now = 0.0, now
-        self._dialling_since = self._hello_at = now
+        self._silent_s, self._quiet, self._now = 0.0, False, now
+        self._dialled_s, self._hello_at = 0.0, now
         self._hello_gap_s = FIRST_HELLO_S
         self._complain_at = now + COMPLAIN_AFTER_S
         self._heartbeat_at = now
@@ -199,7 +200,7 @@ class Machine:
 
     def _react(self, event: Event, now: float) -> list[Action]:
         if isinstance(event, Message):
-            self._silent_s = 0.0
+            self._silent_s, self._quiet = 0.0, False
             session = getattr(event, "session", None)
             if self.welcome and session not in (None, self.welcome.session) and self.phase is not Phase.LEAVING:
                 return [Note("the parameter server was restarted; joining again"), *self._rejoin(now)]
@@ -350,27 +351,33 @@ class Machine:
 
     def _tick(self, now: float) -> list[Action]:
         hearing_s = self.welcome.heartbeat_s if self.welcome else LAST_HELLO_S
-        self._silent_s += min(max(now - self._now, 0.0), hearing_s)  # as in ps.membership
-        self._now = now
+        passed_s, self._now = min(max(now - self._now, 0.0), hearing_s), now  # as in ps.membership
+        self._silent_s += passed_s
         if self.phase is Phase.LEAVING:
             return self._finish() if now >= self._deadline else []
         if self.welcome is None:
+            self._dialled_s += passed_s
             return self._dial(now)
         if self._silent_s > self.welcome.heartbeat_timeout_s:
             text = f"{self.address} has been silent for {self._silent_s:.1f} s; joining again"
             return [Note(text), *self._rejoin(now)]
+        notes: list[Action] = []
+        if self._silent_s > QUIET_BEATS * self.welcome.heartbeat_s and not self._quiet:
+            self._quiet = True
+            timeout_s = self.welcome.heartbeat_timeout_s
+            text = f"nothing heard from {self.address} for {self._silent_s:.1f} s, while {self.doing}; after"
+            notes.append(Note(f"{text} {timeout_s:g} s it is dialled anew"))
         if now >= self._heartbeat_at:
             self._heartbeat_at = now + self.welcome.heartbeat_s
             # Until it is given work it cannot know that its Ready was heard.
             again: list[Action] = [Send(self._ready)] if self._ready and self.held < 0 else []
-            return [*again, Send(Alive(self.welcome.session, self.welcome.member, self.held, self.doing))]
-        return []
+            return [*notes, *again, Send(Alive(self.welcome.session, self.welcome.member, self.held, self.doing))]
+        return notes
 
     def _dial(self, now: float) -> list[Action]:
-        waited_s = now - self._dialling_since
-        if waited_s >= self.connect_timeout_s:
+        if self._dialled_s >= self.connect_timeout_s:
             reason = (
-                f"no answer from {self.address} for {waited_s:.0f} s: is the parameter server running there, "
+                f"no answer from {self.address} for {self._dialled_s:.0f} s: is the parameter server running there, "
                 "and does a firewall let this machine reach it?"
             )
             return self._finish(Exit(EXIT_NO_SERVER, reason))
@@ -380,7 +387,7 @@ class Machine:
             actions.append(Send(self.hello))
         if now >= self._complain_at:
             self._complain_at = now + COMPLAIN_EVERY_S
-            left_s = self.connect_timeout_s - waited_s
+            left_s = self.connect_timeout_s - self._dialled_s
             actions.append(Note(f"no answer from {self.address} yet; trying for another {left_s:.0f} s"))
         return actions
 
@@ -388,7 +395,7 @@ class Machine:
         if self.phase is Phase.LEAVING:
             self.wake_at = self._deadline
         elif self.welcome is None:
-            self.wake_at = min(self._hello_at, self._complain_at, self._dialling_since + self.connect_timeout_s)
+            self.wake_at = min(self._hello_at, self._complain_at, now + self.connect_timeout_s - self._dialled_s)
         else:
             self.wake_at = self._heartbeat_at
 

@@ -1,14 +1,16 @@
 """A whole cluster in one process on a virtual clock: the real loops and machines, a toy model, seeded faults."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 import numpy as np
 
+from bus.faults import Clock, Fault, FaultyServer, FaultyWorker, poisoned
 from bus.layout import Bytes, gradient_layout
-from bus.memory import Faults, MemoryServer, MemoryWorker, Network
+from bus.memory import Chances, MemoryServer, MemoryWorker, Network
 from bus.messages import Hello, Leaf, Node, Welcome
 from ps.actions import MemberChanged, Refused
 from ps.checkpoint import Checkpoint
@@ -26,6 +28,10 @@ BUCKET_BYTES = 64  # so that even this model has several buckets, and a leaf is 
 LAYOUT = gradient_layout(LEAVES, BUCKET_BYTES)
 EXAMPLES = 3  # of a shard
 HEARTBEAT_S = 0.2
+
+
+class Killed(Exception):
+    """Unwinds the turn in which a process dies."""
 
 
 Bad = frozenset[tuple[int, int]]  # (version, shard) whose gradient is not finite
@@ -116,12 +122,13 @@ class SimExecutor:
     shard_s: Callable[[], float]
     alive: Callable[[], bool]
     bad: Bad
+    longer_s: float = 0.0  # to prepare
     wanted: tuple[int, int] = (-1, -1)
     calculator: Calculator = field(init=False)
 
     def prepare(self, welcome: Welcome) -> None:
         self.calculator = Calculator(ToyGradients(self.bad), lambda: self.network.now)
-        self._later(0.1, partial(self.client.post, Prepared(welcome.session, "toy")))
+        self._later(0.1 + self.longer_s, partial(self.client.post, Prepared(welcome.session, "toy")))
 
     def compute(self, session: int, version: int, buffer: Bytes, nodes: tuple[Node, ...]) -> None:
         self.wanted = (session, version)
@@ -190,14 +197,17 @@ class Witness:
 class Cluster:
     """One PS and some workers. ``run`` goes on until the PS is finished, and checks the invariants as it goes.
 
-    Who is ``frozen`` (a worker, or "ps") does nothing and hears nothing, but its mail waits. ``disk`` is where
-    checkpoints are; ``scale`` sets one experiment apart from another.
+    Who is ``frozen`` (a worker, or "ps") does nothing and hears nothing, but its mail waits. Who is killed or ends by
+    one of ``faults`` is started again after a while, as by a supervisor. ``disk`` is where checkpoints are; ``scale``
+    sets one experiment apart from another.
     """
 
     seed: int
     shards: int = 4
     steps: int = 10
-    faults: Faults = field(default_factory=Faults)
+    chances: Chances = field(default_factory=Chances)
+    faults: tuple[Fault, ...] = ()
+    restart_s: tuple[float, float] = (0.0, 6.0)
     save_every: int = 3
     shard_s: tuple[float, float] = (0.01, 0.05)
     min_workers: int = 1
@@ -213,7 +223,10 @@ class Cluster:
     sessions: int = 0
 
     def __post_init__(self) -> None:
-        self.network = Network(self.seed, self.faults)
+        self.network = Network(self.seed, self.chances)
+        self.bad |= poisoned(self.faults)
+        self.spent: set[Fault] = set()
+        self.clocks: dict[str, Clock] = {}
         self.start_server()
 
     def start_server(self) -> None:
@@ -227,9 +240,12 @@ class Cluster:
             max_wait_s=60.0, heartbeat_s=HEARTBEAT_S, heartbeat_timeout_s=2.0, nonfinite=self.nonfinite,
             nonfinite_limit=3, save_every=self.save_every, evaluate_every=0, evaluate=False,
         )  # fmt: skip
+        clock = self._clock("ps")
         self.server = Server(
-            machine=ServerMachine(rules, session=self.sessions, version=version, now=self.network.now),
-            transport=MemoryServer(self.network),
+            machine=ServerMachine(rules, session=self.sessions, version=version, now=clock()),
+            transport=FaultyServer(
+                MemoryServer(self.network), self._faults_of("ps"), partial(self._strike, "ps"), self._now
+            ),
             updater=updater,  # type: ignore[arg-type]
             bucket_bytes=BUCKET_BYTES,
             offer=Offer("{}", "tcp://ps:2", "tcp://ps:3"),
@@ -237,23 +253,65 @@ class Cluster:
             recorder=self.witness,
             saver=MemorySaver(self.disk),  # type: ignore[arg-type]
             meta={},
-            clock=lambda: self.network.now,
+            clock=clock,
         )
+
+    def _now(self) -> float:
+        return self.network.now
+
+    def _clock(self, who: str) -> Clock:
+        self.clocks[who] = Clock(self._now)
+        return self.clocks[who]
+
+    def _faults_of(self, who: str) -> list[Fault]:
+        return [fault for fault in self.faults if fault.who == who and fault not in self.spent]
+
+    def _strike(self, who: str, fault: Fault) -> None:
+        """Let what befalls a process happen."""
+        self.spent.add(fault)
+        self.network.log.append(f"{self.network.now:.4f} {fault.text}")
+        start = self.start_server if who == "ps" else partial(self.start_worker, who)
+        again_at = self.network.now + self.network.random.uniform(*self.restart_s)
+        match fault.what:
+            case "SIGKILL":
+                if who == "ps":
+                    self.kill_server()
+                else:
+                    self.kill_worker(who)
+                self.network.at(again_at, start)
+                raise Killed
+            case "SIGTERM" if who != "ps":
+                self.stop_worker(who)
+                self.network.at(again_at, start)
+            case "SIGSTOP":
+                self.frozen.add(who)
+                self.network.at(self.network.now + fault.amount, lambda: self.frozen.discard(who))
+            case "clock":
+                self.clocks[who].offset_s += fault.amount
+            case _:
+                raise AssertionError(f"the simulation knows no {fault.text}")
 
     def kill_server(self) -> None:
         self.server = self.network.server = None
 
     def start_worker(self, name: str) -> None:
         self.kill_worker(name)
+        faults = self._faults_of(name)
+        clock = self._clock(name)
         machine = WorkerMachine(
-            Hello(name, "host", 1, self.network.chance.getrandbits(63), {}),
-            address="tcp://ps:1", connect_timeout_s=60.0, now=self.network.now,
+            Hello(name, "host", 1, self.network.random.getrandbits(63), {}),
+            address="tcp://ps:1", connect_timeout_s=60.0, now=clock(),
         )  # fmt: skip
         transport = MemoryWorker(self.network)
-        client = Client(machine, transport, note=self.witness.notes.append, clock=lambda: self.network.now)
-        shard_s = partial(self.network.chance.uniform, *self.shard_s)
-        client.attach(SimExecutor(self.network, client, shard_s, lambda: self.workers.get(name) is client, self.bad))
-        client.transport = transport  # type: ignore[attr-defined]
+        faulty = FaultyWorker(transport, faults, partial(self._strike, name), self._now)
+        client = Client(machine, faulty, note=self.witness.notes.append, clock=clock)
+        slower = max((fault.amount for fault in faults if fault.what == "slower"), default=1.0)
+        shard_s = partial(self.network.random.uniform, *(slower * each for each in self.shard_s))
+        longer_s = sum(fault.amount for fault in faults if fault.what == "prepares")
+        client.attach(
+            SimExecutor(self.network, client, shard_s, lambda: self.workers.get(name) is client, self.bad, longer_s)
+        )
+        client.transport, client.faulty = transport, faulty  # type: ignore[attr-defined]
         self.workers[name] = client
 
     def stop_worker(self, name: str) -> None:
@@ -278,23 +336,28 @@ class Cluster:
         """Let everyone who has something to do take one turn; then let the clock run on."""
         busy = False
         if self.server and not self.server.outcome and "ps" not in self.frozen:
-            self.server.turn(0.0)
-            self.server.machine.check()
+            server = self.server
+            with suppress(Killed):
+                server.turn(0.0)
+                server.machine.check()
             busy = bool(self.network.server and self.network.server.inbox)
         for name, client in list(self.workers.items()):
             if name in self.frozen:
                 continue
-            client.turn(0.0)
+            with suppress(Killed):
+                client.turn(0.0)
             busy |= bool(client.transport.inbox) or not client._events.empty()  # type: ignore[attr-defined]
-            if client.outcome:
+            if client.outcome and self.workers.get(name) is client:
                 self.kill_worker(name)
         if not busy:
             self.network.advance(self._next_wake())
 
     def _next_wake(self) -> float:
-        awake = [client.machine.wake_at for name, client in self.workers.items() if name not in self.frozen]
+        here = [(name, client) for name, client in self.workers.items() if name not in self.frozen]
+        awake = [client.machine.wake_at - self.clocks[name].offset_s for name, client in here]
+        awake += [client.faulty.wake_at for _, client in here]  # type: ignore[attr-defined]
         if self.server and not self.server.outcome and "ps" not in self.frozen:
-            awake.append(self.server.machine.wake_at)
+            awake.append(self.server.machine.wake_at - self.clocks["ps"].offset_s)
         return max(min(awake, default=self.network.now + 1.0), self.network.now + 0.0005)
 
     def story(self) -> str:

@@ -1,27 +1,18 @@
 """Seeded schedules: who is there, what goes wrong and when, as data. A seed tells the whole story."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from cluster import Cluster, reference
 
-from bus.memory import Faults
+from bus.faults import Fault, parse, poisoned
+from bus.memory import Chances
 
-ROUGH = Faults(
+ROUGH = Chances(
     delay_s=(0.0001, 0.02), lose_weights=0.05, lose_gradients=0.05, lose_control=0.05, double=0.1, reorder=0.1
 )
-What = Literal["kill", "restart", "freeze", "leave"]
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """At ``at_s``, ``what`` happens to ``who`` (a worker, or "ps"); where it is undone, that is after ``for_s``."""
-
-    at_s: float
-    what: What
-    who: str
-    for_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,63 +23,62 @@ class Schedule:
     shards: int
     steps: int
     save_every: int
+    nonfinite: Literal["stop", "skip_step", "skip_shard"]
     starts_s: tuple[float, ...]
     faults: tuple[Fault, ...]
 
     def cluster(self) -> Cluster:
         """Set up to run, over a network that loses, doubles, delays and reorders."""
-        cluster = Cluster(self.seed, self.shards, self.steps, ROUGH, self.save_every)
+        cluster = Cluster(
+            self.seed, self.shards, self.steps, ROUGH, self.faults, save_every=self.save_every, nonfinite=self.nonfinite
+        )
         for number, at_s in enumerate(self.starts_s):
             cluster.network.at(at_s, lambda name=f"w{number}": cluster.start_worker(name))
-        for fault in self.faults:
-            self._plan(cluster, fault)
         return cluster
-
-    def _plan(self, cluster: Cluster, fault: Fault) -> None:
-        def at(at_s: float, act: object, *what: str) -> None:
-            cluster.network.at(at_s, lambda: act(*what))  # type: ignore[operator]
-
-        ps = fault.who == "ps"
-        match fault.what:
-            case "freeze":
-                at(fault.at_s, cluster.frozen.add, fault.who)
-                at(fault.at_s + fault.for_s, cluster.frozen.discard, fault.who)
-            case "restart" if not ps:
-                at(fault.at_s, cluster.start_worker, fault.who)
-            case "leave" if not ps:
-                at(fault.at_s, cluster.stop_worker, fault.who)
-                at(fault.at_s + fault.for_s, cluster.start_worker, fault.who)
-            case _ if ps:
-                at(fault.at_s, cluster.kill_server)
-                at(fault.at_s + fault.for_s, cluster.start_server)
-            case _:
-                at(fault.at_s, cluster.kill_worker, fault.who)
-                at(fault.at_s + fault.for_s, cluster.start_worker, fault.who)
 
 
 def rough(seed: int) -> Schedule:
     """Up to eight workers and up to ten faults."""
     chance = np.random.default_rng([seed, 2])
-    workers = int(chance.integers(1, 9))
-    names = ["ps", *(f"w{number}" for number in range(workers))]
-    kinds: list[What] = ["kill", "restart", "freeze", "leave"]
-    faults = [
-        Fault(
-            float(chance.uniform(0, 3)),
-            kinds[int(chance.integers(len(kinds)))],
-            names[int(chance.integers(len(names)))],
-            float(chance.uniform(0.01, 6)),
-        )
-        for _ in range(int(chance.integers(0, 11)))
-    ]
+    workers, shards, steps = int(chance.integers(1, 9)), int(chance.choice([1, 2, 3, 4, 5, 6, 8, 16])), _steps(chance)
+    faults = tuple(parse(_fault(chance, workers, shards, steps)) for _ in range(int(chance.integers(0, 11))))
+    skips = any(fault.what == "NaN" for fault in faults)
     return Schedule(
         seed,
-        shards=int(chance.choice([1, 2, 3, 4, 5, 6, 8, 16])),
-        steps=int(chance.integers(3, 11)),
+        shards,
+        steps,
         save_every=int(chance.integers(1, 5)),
+        nonfinite=("skip_step", "skip_shard")[int(chance.integers(2))] if skips else "stop",
         starts_s=tuple(float(each) for each in chance.uniform(0, 1, workers)),
-        faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
+        faults=faults,
     )
+
+
+def _steps(chance: np.random.Generator) -> int:
+    return int(chance.integers(3, 11))
+
+
+def _fault(chance: np.random.Generator, workers: int, shards: int, steps: int) -> str:
+    """One of any kind, more often of those that end or stop a process."""
+    number, version, shard = (int(chance.integers(below)) for below in (workers, steps, shards))
+    who = f"worker {number}" if chance.random() < 0.7 else "ps"
+    when = f"version {version}" if chance.random() < 0.5 else f"{chance.uniform(0, 3):.3f} s"
+    seconds = chance.uniform(0.01, 6)
+    kind = str(chance.choice(["weights {} to", "gradient {} from"])).format(version) + f" worker {number}"
+    forms: list[tuple[float, Callable[[], str]]] = [
+        (4, lambda: f"{who}: SIGKILL at {when}"),
+        (2, lambda: f"{who}: SIGSTOP for {seconds:.3f} s at {when}"),
+        (2, lambda: f"worker {number}: SIGTERM at {when}"),
+        (1, lambda: f"{who}: clock jumps {10 ** chance.uniform(-1, 4):.3f} s at {when}"),
+        (1, lambda: f"worker {number}: {chance.uniform(1, 20):.3f} times slower at version 0"),
+        (1, lambda: f"worker {number}: prepares {seconds:.3f} s longer"),
+        (0.3, lambda: f"NaN in shard {shard} at version {version}"),
+        (1, lambda: f"drop {kind}"),
+        (1, lambda: f"double {kind}"),
+        (1, lambda: f"delay {kind} by {seconds:.3f} s"),
+    ]
+    weights = np.array([weight for weight, _ in forms])
+    return forms[int(chance.choice(len(forms), p=weights / weights.sum()))][1]()
 
 
 def run(schedule: Schedule) -> Cluster:
@@ -96,7 +86,9 @@ def run(schedule: Schedule) -> Cluster:
     cluster = schedule.cluster()
     try:
         found = cluster.run()
-        expected = reference(schedule.steps, schedule.shards)
+        expected = reference(
+            schedule.steps, schedule.shards, bad=poisoned(schedule.faults), nonfinite=schedule.nonfinite
+        )
         assert all(a.tobytes() == b.tobytes() for a, b in zip(found, expected, strict=True)), "other bits"
         final: dict[int, object] = {}
         for record in cluster.witness.steps:

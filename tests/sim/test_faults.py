@@ -8,7 +8,7 @@ import pytest
 from cluster import BUCKET_BYTES, EXAMPLES, HEARTBEAT_S, LAYOUT, Cluster, reference, stale_gradients
 
 from bus.codec import checksum
-from bus.memory import Faults, Network
+from bus.memory import Chances, Network
 from bus.messages import (
     Contribution,
     Fetch,
@@ -148,7 +148,7 @@ def test_a_revised_plan_that_is_lost_is_made_up_for_at_the_next_heartbeat(tamper
 
 @pytest.mark.parametrize("seed", range(6))
 def test_doubled_and_reordered_messages_change_nothing(seed: int) -> None:
-    cluster = started(workers=3, seed=seed, shards=8, faults=Faults(delay_s=(0.0001, 0.05), double=0.5, reorder=0.5))
+    cluster = started(workers=3, seed=seed, shards=8, chances=Chances(delay_s=(0.0001, 0.05), double=0.5, reorder=0.5))
     assert_as_the_plain_loop(cluster)
     kinds = {refused.reason.split(":")[0] for refused in cluster.witness.refusals}
     assert "duplicate" in kinds and kinds <= {"duplicate", "other version", "no open step", "older session"}

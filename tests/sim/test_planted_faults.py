@@ -7,7 +7,7 @@ import pytest
 from cluster import Cluster, reference, stale_gradients
 
 from bus.layout import Bytes
-from bus.memory import Faults
+from bus.memory import Chances
 from bus.messages import Contribution, Node
 from ps.machine import Machine
 from ps.reduce import Reducer
@@ -17,7 +17,7 @@ SEEDS = range(6)
 
 
 def three_workers(seed: int) -> Cluster:
-    cluster = Cluster(seed=seed, shards=4, steps=6, min_workers=3, faults=Faults(double=0.2, reorder=0.2))
+    cluster = Cluster(seed=seed, shards=4, steps=6, min_workers=3, chances=Chances(double=0.2, reorder=0.2))
     for name in ("w0", "w1", "w2"):
         cluster.start_worker(name)
     return cluster

@@ -47,12 +47,14 @@ THIRD_PARTY = {  # msgspec may be used anywhere, numpy wherever JAX may; all oth
 }
 PURE = {  # they decide: no clock, no chance, no files, no network, and nothing that has them
     "bus.errors",
+    "bus.faults",
     "bus.messages",
     "bus.transport",
     "bus.tree",
     "ps.actions",
     "ps.machine",
     "ps.membership",
+    "ps.patience",
     "ps.plan",
     "ps.rounds",
     "worker.machine",

@@ -380,6 +380,103 @@ def test_what_is_late_is_given_to_a_member_that_has_nothing_to_do() -> None:
     assert refused.reason.startswith("other version")
 
 
+def late_in_step_1(*, balance: bool = True, **rules: Any) -> Ps:
+    """Two workers, steps of a tenth of a second; w1 owes shards 2 and 3, and was seen computing."""
+    ps = Ps(steps=1000, heartbeat_timeout_s=100.0, balance=balance, **rules)
+    ps.ready("w0"), ps.ready("w1")
+    ps.now += 0.1
+    finish(ps, ps.push(0, 4))
+    ps.tell(Alive(SESSION, 2, 1, "computing shard 2 of step 1"), b"w1")
+    ps.push(0, 2, member=1)
+    return ps
+
+
+def test_who_is_late_is_told_once_with_what_was_done() -> None:
+    ps = late_in_step_1()
+    (note,) = only(Note, ps.wait(5))
+    assert note.text == (
+        "step 1 waits for shards 2-3 of w1 (member 2, lab pid 40), heard 1.5 s ago, computing shard 2 of step 1: "
+        "1.5 s so far, usual are 0.1 s; given to w0 as well"
+    )
+
+
+def test_where_nobody_may_help_the_line_says_so() -> None:
+    (note,) = only(Note, late_in_step_1(balance=False).wait(5))
+    assert note.text.endswith("usual are 0.1 s; nobody is idle to help")
+
+
+def test_a_server_that_was_stopped_calls_nobody_late() -> None:
+    ps = late_in_step_1()
+    ps.now += 600.0
+    assert not only(Note, ps.tell(Tick())), "at most one heartbeat of that was spent listening"
+
+
+def test_what_takes_long_becomes_usual_and_is_told_no_more() -> None:
+    ps = Ps(steps=1000, heartbeat_timeout_s=100.0)
+    ps.ready("w0")
+    ps.now += 0.1
+    finish(ps, ps.push(0, 4))
+    notes = []
+    for _ in range(20):
+        notes += only(Note, ps.wait(8))
+        finish(ps, ps.push(0, 4))
+    assert 0 < len(notes) < 10 and not only(Note, ps.wait(8))
+
+
+def test_waiting_for_workers_is_told_every_few_seconds() -> None:
+    ps = Ps(min_workers=2, max_wait_s=60.0, heartbeat_timeout_s=100.0)
+    ps.ready("w0"), ps.hello("w1")
+    notes = [note.text for note in only(Note, ps.wait(30))]
+    assert notes[0] == (
+        "1 of 2 workers ready after 5 s: w1 (member 2, lab pid 40) is preparing; waiting for another 55 s"
+    )
+    assert len(notes) == 3
+
+
+# Too few are left
+
+
+def few(too_few: str) -> tuple[Ps, list[Action]]:
+    """Two are wanted, and one of them goes."""
+    ps = Ps(min_workers=2, steps=100, too_few=too_few, max_wait_s=30.0)
+    ps.ready("w0"), ps.ready("w1")
+    finish(ps, ps.push(0, 4))
+    return ps, ps.tell(Leave(SESSION, 2), b"w1")
+
+
+def test_by_default_training_goes_on_with_who_is_left() -> None:
+    _, actions = few("go_on")
+    (told,) = said(messages.Plan, actions)
+    assert {each.member for each in told.plan} == {1}
+
+
+def test_too_few_may_wait_for_others() -> None:
+    ps, actions = few("wait")
+    assert not said(messages.Plan, actions), "what the other owed waits, too"
+    finish(ps, ps.push(0, 4))  # w0 had it all, or someone did it late
+    assert ps.machine.phase is Phase.OPEN and ps.machine.plan == ()
+    (told,) = said(messages.Plan, ps.ready("w2"))
+    assert {each.member for each in told.plan} == {1, 3}
+
+
+def test_too_few_may_not_wait_for_ever() -> None:
+    ps, _ = few("wait")
+    ps.tell(Alive(SESSION, 1, 1, "waiting"), b"w0")
+    stopped = []
+    for _ in range(40):
+        ps.tell(Alive(SESSION, 1, 1, "waiting"), b"w0")
+        stopped += ps.wait(1)
+    (stop,) = {each.reason for each in said(Stop, stopped)}
+    assert stop.startswith("1 of 2 workers were ready after 30 s") and only(Save, stopped)
+
+
+def test_too_few_may_stop_the_run_with_a_checkpoint() -> None:
+    ps, actions = few("stop")
+    assert only(Save, actions) == [Save(1, True)]
+    ps.tell(Leave(SESSION, 1), b"w0")
+    assert ps.machine.finished
+
+
 def test_without_balance_everyone_gets_the_same_and_nobody_helps() -> None:
     ps = Ps(steps=1000, balance=False, heartbeat_timeout_s=100.0)
     ps.ready("w0"), ps.ready("w1")

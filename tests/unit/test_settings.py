@@ -185,7 +185,7 @@ NAME = "exp.yaml, name: expected up to 64 letters, digits and . _ - (it names a 
         ("optimizer: {nesterov: on}",
          "exp.yaml, optimizer.nesterov: expected true or false, got the text 'on'; write true"),
         ("on: {a: 1}", "exp.yaml, on: expected a known key, got 'on'; the keys at the top are name, seed, workload, "
-                       "data, train, optimizer, sync, checkpoint, eval, log, cluster, bus, run"),
+                       "data, train, optimizer, sync, checkpoint, eval, log, cluster, bus, run, faults"),
     ],
 )  # fmt: skip
 def test_nothing_turns_into_something_else(text: str, line: str) -> None:

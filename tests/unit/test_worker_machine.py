@@ -386,7 +386,26 @@ def test_heartbeats_say_what_it_is_doing() -> None:
     worker.tell(Computed(SESSION, 6, (0, 2)))
     assert worker.wait(1) == [Send(Alive(SESSION, ME, 6, "computing shard 2 of step 6"))]
     worker.tell(Computed(SESSION, 6, (2, 3)))
+    worker.serving(6)
     assert worker.wait(1) == [Send(Alive(SESSION, ME, 6, "waiting for version 7"))]
+
+
+def test_a_silence_of_the_server_is_told_once_and_before_it_is_dialled_anew() -> None:
+    worker = served()
+    worker.weights(6, (ME, 0, 2))
+    assert [action.text for action in worker.wait(4) if isinstance(action, Note)] == [
+        "nothing heard from tcp://ps:1 for 3.0 s, while computing shards 0-1 of step 6; after 5 s it is dialled anew"
+    ]
+    worker.serving(6)
+    assert not [action for action in worker.wait(2) if isinstance(action, Note)]
+    assert len([action for action in worker.wait(1) if isinstance(action, Note)]) == 1
+
+
+def test_a_clock_that_jumps_while_dialling_is_no_waiting() -> None:
+    worker = Worker()
+    worker.tell(Tick())
+    worker.now += 3600.0
+    assert not [action for action in worker.tell(Tick()) if isinstance(action, Exit)]
 
 
 def test_nonsense_is_said_and_changes_nothing() -> None:
