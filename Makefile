@@ -8,7 +8,7 @@ RUN    := $(VENV)/.ready-run
 DEV    := $(VENV)/.ready-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cluster ps worker experiment test test-all sim chaos check fmt clean
+.PHONY: help setup cluster ps worker experiment test test-all sim chaos recovery check fmt clean
 
 help: ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ sim: $(DEV) ## thousands of simulated clusters with faults: [ARGS="--schedules 1
 
 chaos: $(DEV) ## a real cluster under random kills: [CONFIG=file.yaml] [ARGS="train.steps=3000 --kills 30 --seed 0"]
 	@exec $(BIN)/python scripts/chaos.py $(CONFIG) $(ARGS)
+
+recovery: $(DEV) ## how long a run takes to get over kills, stops, late and slow workers: [ARGS="--trials 10"]
+	@exec $(BIN)/python scripts/recovery.py $(ARGS)
 
 check: $(DEV) ## format, lint and types; changes nothing
 	$(BIN)/ruff format --check .
