@@ -164,7 +164,7 @@ class ServerSockets(_Sockets):
         addresses: tuple[str, ...] | None = None,
     ) -> None:
         super().__init__(settings.io_threads, settings)
-        queue = VERSIONS_QUEUED * buckets + 64
+        queue = VERSIONS_QUEUED * buckets + min(64, _bucket_queue(bucket_bytes))
         self._control = self._socket(
             zmq.ROUTER, ROUTER_HANDOVER=1, SNDHWM=queue, RCVHWM=1000, MAXMSGSIZE=CONTROL_LIMIT_BYTES
         )
