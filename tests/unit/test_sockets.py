@@ -215,6 +215,16 @@ def test_the_word_that_all_is_subscribed_arrives_last(raw: Raw) -> None:
     assert set(topics[:3]) == {Weights.kind, Plan.kind, Stop.kind} and topics[3].endswith(b"0000012")
 
 
+def test_each_word_of_having_subscribed_is_heard_though_someone_has_said_the_same_before(
+    server: ServerSockets, worker: WorkerSockets
+) -> None:
+    """To a PS that was started again come subscriptions of the session before: sockets reconnect by themselves, before
+    their workers know. Its own members have the same numbers."""
+    join(server, worker, member=1)
+    with WorkerSockets(server.control, SETTINGS) as other:
+        join(server, other, member=1)
+
+
 def test_an_observer_hears_what_it_asked_for_and_nothing_else(server: ServerSockets) -> None:
     with ObserverSockets(server.weights, SETTINGS, (Evaluate.kind,), BUCKET_BYTES) as observer:
         arrival = None
