@@ -164,12 +164,13 @@ class ServerSockets(_Sockets):
         addresses: tuple[str, ...] | None = None,
     ) -> None:
         super().__init__(settings.io_threads, settings)
-        queue = VERSIONS_QUEUED * buckets + 64
+        queue = VERSIONS_QUEUED * buckets + min(64, _bucket_queue(bucket_bytes))
         self._control = self._socket(
             zmq.ROUTER, ROUTER_HANDOVER=1, SNDHWM=queue, RCVHWM=1000, MAXMSGSIZE=CONTROL_LIMIT_BYTES
         )
         self._gradients = self._socket(zmq.PULL, RCVHWM=buckets + 8, MAXMSGSIZE=bucket_bytes + CONTROL_LIMIT_BYTES)
-        self._weights = self._socket(zmq.XPUB, SNDHWM=queue, RCVHWM=1000, MAXMSGSIZE=4096)
+        # VERBOSE: a subscription is heard though somebody else has the same, such as a worker of an earlier session.
+        self._weights = self._socket(zmq.XPUB, XPUB_VERBOSE=1, SNDHWM=queue, RCVHWM=1000, MAXMSGSIZE=4096)
         try:
             endpoints = [parse(address) for address in addresses or ()] or _three(parse(settings.bind))
             self.control, self.gradients, self.weights = (

@@ -199,6 +199,7 @@ def service(
         session=session,
         log_every=settings.log.every,
         members=lambda: machine.members.members,
+        versions=versions(),
     )
     recorder.begin(machine.version, str(resume) if restored else None)
     if restored:

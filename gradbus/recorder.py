@@ -17,7 +17,8 @@ log = logging.getLogger("gradbus.ps")
 
 
 class RunRecorder:
-    """A ``ps.history.Recorder``. ``members()`` are those of now; ``steps`` is where the run is to end."""
+    """A ``ps.history.Recorder``. ``members()`` are those of now; ``steps`` is where the run is to end; ``versions`` are
+    the releases that the PS has, for comparison."""
 
     def __init__(
         self,
@@ -28,9 +29,10 @@ class RunRecorder:
         session: int,
         log_every: int,
         members: Callable[[], Mapping[int, Member]],
+        versions: Mapping[str, str],
     ) -> None:
         self._reporter, self._steps, self._session = reporter, steps, f"{session:016x}"
-        self._run, self._log_every, self._members = run, log_every, members
+        self._run, self._log_every, self._members, self._versions = run, log_every, members, versions
         self._ledger = Ledger(run.ledger, self._fault)
         self._metrics = Metrics(run.metrics, self._fault)
         self._began_at = self._told_at = time.monotonic()
@@ -127,6 +129,18 @@ class RunRecorder:
             self._run.update_manifest(workers=self._hosts)
         text = f"{change.name} {change.event} (member {change.member}, {change.host} pid {change.pid})"
         self.note(f"{text}: {change.reason}" if change.reason else text)
+        if change.event == "joined" and member is not None:
+            self._compare(member)
+
+    def _compare(self, member: Member) -> None:
+        """Other releases than those of the PS are allowed, and told: they may compute other bits."""
+        others = [
+            f"{name} {member.versions.get(name, 'unknown')} (here {ours})"
+            for name, ours in self._versions.items()
+            if member.versions.get(name) != ours
+        ]
+        if others:
+            self.note(f"{member.name} has other releases, which may change the bits: {', '.join(others)}")
 
     def note(self, text: str) -> None:
         log.info("%s", text)

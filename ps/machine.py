@@ -276,13 +276,19 @@ class Machine:
         return {member.number: member.examples_per_second for member in members}
 
     def _help_the_late(self) -> list[Action]:
-        """Give what is missing to members that have nothing left to do; whoever is first with it wins."""
+        """Give what is missing to members that have nothing left to do; whoever is first with it wins. Who is late is
+        thought slower each time, as it may never say how slow it is, and so soon gets nothing to do."""
         if not self.rules.balance or not self._patience.help_is_due(self.members.listened_s):
             return []
         missing = self.round.missing()
         waited_for = missing_from(self.plan, missing)
         idle = [number for number in self.members.plannable() if number not in waited_for]
-        self._helping.update(idle)
+        if idle:
+            self._helping.update(idle)
+            here = self.members.members
+            fastest = max(member.examples_per_second for member in here.values()) or 1.0
+            for number in waited_for.keys() & here.keys() - self._helping:
+                here[number].examples_per_second = (1 - SPEED_WEIGHT) * (here[number].examples_per_second or fastest)
         return self._broadcast(planning.assist(self.plan, missing, idle, self.rules.shards))
 
     def _tell_who_is_late(self) -> list[Action]:
@@ -360,7 +366,7 @@ class Machine:
         where = f"step {self.version}: {updated.trouble}"
         if updated.trouble and self.rules.nonfinite == "stop":
             return self._leave("failed", where, EXIT_FAILED, now)
-        self._patience.closed(self.members.listened_s)
+        self._patience.closed(self.members.listened_s, bool(self._helping))
         self._skipped_in_a_row = 0 if updated.applied else self._skipped_in_a_row + 1
         self.version += 1
         version = self.version

@@ -34,10 +34,13 @@ class Patience:
             now + max(TELL_FACTOR * (self.usual_s or 0.0), TELL_BEATS * self.heartbeat_s) if self.usual_s else None
         )
 
-    def closed(self, now: float) -> None:
-        """Learn from the step. One that took very long, or a clock that jumped, does not make waiting usual."""
+    def closed(self, now: float, helped: bool) -> None:
+        """Learn from the step. One that took very long, or a clock that jumped, does not make waiting usual; nor does
+        one for which others had to help: help would come later each time."""
         took_s = max(now - self.opened_at, 0.0)
         usual_s = took_s if self.usual_s is None else self.usual_s
+        if helped:
+            took_s = min(took_s, usual_s)
         self.usual_s = usual_s + STEP_WEIGHT * (min(took_s, TELL_FACTOR * usual_s + self.heartbeat_s) - usual_s)
         self.help_at = self.tell_at = None
 

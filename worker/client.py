@@ -150,7 +150,8 @@ class Client:
 
     def _prepare(self, welcome: Welcome) -> None:
         assert self._executor is not None
-        self._log(f"joined {self.machine.address} as member {welcome.member}; loading and compiling")
+        member, version = welcome.member, welcome.version
+        self._log(f"joined {self.machine.address} as member {member} at version {version}; loading and compiling")
         self._welcome = welcome
         self._layout = weights_layout(welcome.leaves, welcome.bucket_bytes)
         self._gradient_layout = gradient_layout(welcome.leaves, welcome.bucket_bytes)

@@ -36,6 +36,7 @@ from bus.messages import (
 
 EXIT_DONE, EXIT_FAILED, EXIT_NO_SERVER = 0, 2, 3
 LEAVING_S = 3.0  # how long to wait for the PS to take note of a goodbye
+ASKED_LEAVING_S = 1.5  # the same after a signal: who sends one is waiting, too
 FIRST_HELLO_S, LAST_HELLO_S = 0.05, 2.0  # between hellos that nobody answers
 COMPLAIN_AFTER_S, COMPLAIN_EVERY_S = 2.0, 10.0
 QUIET_BEATS = 2.5  # heartbeats of the PS that may be missed before a line says so
@@ -340,7 +341,8 @@ class Machine:
         self._exit = exit
         if self.welcome is None or self.phase is Phase.LEAVING:
             return self._finish()
-        self.phase, self._deadline = Phase.LEAVING, now + LEAVING_S
+        leaving_s = LEAVING_S if exit.exit_code == EXIT_DONE else ASKED_LEAVING_S
+        self.phase, self._deadline = Phase.LEAVING, now + leaving_s
         return [Send(Leave(self.welcome.session, self.welcome.member))]
 
     def _finish(self, exit: Exit | None = None) -> list[Action]:

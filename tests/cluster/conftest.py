@@ -112,7 +112,10 @@ class Started:
 
         def look() -> psutil.Process | None:
             for process in psutil.Process(self.popen.pid).children():
-                words = process.cmdline()
+                try:
+                    words = process.cmdline()
+                except psutil.NoSuchProcess:
+                    continue  # such as git, which is asked for the commit
                 name = words[words.index("--name") + 1] if "--name" in words else words[3] if len(words) > 3 else ""
                 if name == role:
                     return process

@@ -26,8 +26,11 @@ def test_any_number_of_workers_has_the_bits_of_the_plain_loop_and_so_has_a_resum
     first = place.run("cluster", *experiment, "train.steps=30")
     assert first.popen.returncode == 0 and place.checkpoints() == [30], first.output
     assert place.summary()["params_sha256"] != expected
-    second = place.run("cluster", "--resume", "latest", "train.steps=60")
+    second = place.run("cluster", "--resume", "latest", "train.steps=60", "cluster.min_workers=3", "-n", 3)
     assert second.popen.returncode == 0, second.output
+    assert place.summary()["workers"] == 3 and place.run("audit", "latest").output.startswith(
+        "audit clean: 60 versions"
+    )
     assert place.summary()["params_sha256"] == expected
     assert [row["version"] for row in second.rows("update")] == list(range(31, 61))
 

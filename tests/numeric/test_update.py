@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from ps.checkpoint import Checkpoint, load, save
+from ps.checkpoint import Checkpoint, Saved, Saver, load, save
 from ps.optimizers import OptimizerError, build
 from ps.settings import AverageSettings
 from ps.update import RestoreError, Snapshot, Updater, leaves_of, parameters_sha256
@@ -268,6 +268,31 @@ def test_a_snapshot_is_a_copy() -> None:
     assert list(snapshot["weights"]) == [leaf.name for leaf in ours.leaves]
     with pytest.raises(ValueError, match="read-only"):
         snapshot["weights"]["params['scale']"][...] = 0
+
+
+def test_every_checkpoint_that_is_written_while_training_goes_on_is_of_one_version(tmp_path: Path) -> None:
+    """With a gradient of -1 and all the weight of the past, after n updates each momentum is -n and each parameter
+    n * (n + 1) / 2. Updates are made in place, and a thread writes meanwhile."""
+    ours = updater(
+        {"name": "sgd", "learning_rate": 1.0, "momentum": 1.0}, params={"a": np.zeros((300, 50)), "b": np.zeros(7)}
+    )
+    sums = [np.full((300, 50), -1, np.float32), np.full(7, -1, np.float32)]
+    saver, saved = Saver(tmp_path, keep=1000), []
+    for n in range(1, 201):
+        ours.apply(sums, 1)
+        saver.submit(Checkpoint(n, ours.updates, ours.snapshot(), {}))
+        saved += saver.poll()
+    assert saver.close(10)
+    saved += saver.poll()
+    assert len(saved) > 1 and saved[-1].version == 200
+    for event in saved:
+        assert isinstance(event, Saved)
+        found, n = load(event.path), event.version
+        weights = found.tensors["weights"].values()
+        momenta = [array for name, array in found.tensors["optimizer"].items() if "trace" in name]
+        assert len(momenta) == 2 and found.updates == n
+        assert {float(x) for array in weights for x in np.unique(array)} == {n * (n + 1) / 2}
+        assert {float(x) for array in momenta for x in np.unique(array)} == {-float(n)}
 
 
 @pytest.mark.parametrize(

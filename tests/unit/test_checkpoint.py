@@ -80,6 +80,16 @@ def test_the_same_version_is_replaced(tmp_path: Path) -> None:
     assert (versions(tmp_path), hidden(tmp_path)) == ([3], [])
 
 
+def test_what_an_earlier_release_has_saved_is_still_read() -> None:
+    """A folder for each format there was: a release that changes it adds one, and says what it still reads."""
+    folder = Path(__file__).parent / "checkpoints_of_format_1"
+    before = {path: path.read_bytes() for path in folder.glob("*/*")}
+    path, passed_over = newest(folder)
+    assert path == folder / "version_000007" and passed_over == []
+    assert same(load(path), some(7))
+    assert before == {path: path.read_bytes() for path in folder.glob("*/*")}
+
+
 def truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 

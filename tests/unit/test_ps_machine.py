@@ -380,6 +380,32 @@ def test_what_is_late_is_given_to_a_member_that_has_nothing_to_do() -> None:
     assert refused.reason.startswith("other version")
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["after a while", "from the start"])
+def test_one_who_hangs_costs_a_few_late_steps_and_then_next_to_nothing(known: bool) -> None:
+    """It is still a member, and says nothing: nobody can measure how slow it is."""
+    ps = Ps(steps=1000, heartbeat_timeout_s=1e6)
+    ps.ready("w0")
+    seconds, given = [], []
+    for step in range(100):
+        if step == 1:
+            ps.ready("w1")
+        began, done, version = ps.now, set(), ps.machine.version
+        given.append(sum(each.high - each.low for each in ps.machine.plan if each.member == 2))
+        while ps.machine.version == version:
+            ps.now += 0.01
+            actions = ps.tell(Tick())
+            for each in ps.machine.plan:
+                if (each.member == 1 and each not in done) or (each.member == 2 and known and step == 2):
+                    ps.now += 0.01 * (each.high - each.low)
+                    done.add(each)
+                    actions += ps.push(each.low, each.high, member=each.member, computed_s=0.01)
+            finish(ps, actions)
+        seconds.append(ps.now - began)
+    assert max(seconds) < 4 * seconds[0], "help does not come later and later"
+    assert given[2] == 2 and 0 < sum(given[20:]) < 80, "it is tried again now and then"
+    assert sum(seconds) < 100 * 1.5 * seconds[0]
+
+
 def late_in_step_1(*, balance: bool = True, **rules: Any) -> Ps:
     """Two workers, steps of a tenth of a second; w1 owes shards 2 and 3, and was seen computing."""
     ps = Ps(steps=1000, heartbeat_timeout_s=100.0, balance=balance, **rules)

@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -214,6 +215,16 @@ def test_the_word_that_all_is_subscribed_arrives_last(raw: Raw) -> None:
     assert set(topics[:3]) == {Weights.kind, Plan.kind, Stop.kind} and topics[3].endswith(b"0000012")
 
 
+def test_each_word_of_having_subscribed_is_heard_though_someone_has_said_the_same_before(
+    server: ServerSockets, worker: WorkerSockets
+) -> None:
+    """To a PS that was started again come subscriptions of the session before: sockets reconnect by themselves, before
+    their workers know. Its own members have the same numbers."""
+    join(server, worker, member=1)
+    with WorkerSockets(server.control, SETTINGS) as other:
+        join(server, other, member=1)
+
+
 def test_an_observer_hears_what_it_asked_for_and_nothing_else(server: ServerSockets) -> None:
     with ObserverSockets(server.weights, SETTINGS, (Evaluate.kind,), BUCKET_BYTES) as observer:
         arrival = None
@@ -351,6 +362,45 @@ def test_a_subscriber_that_does_not_read_costs_the_server_neither_time_nor_order
         versions.append(arrival.message.version)  # type: ignore[union-attr]
     assert versions == sorted(set(versions)) and versions[0] == 0
     assert serves(server)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 20, 4 << 20])
+def test_what_a_subscriber_that_does_not_read_holds_back_is_bounded_in_bytes(bucket_bytes: int, raw: Raw) -> None:
+    """ZeroMQ counts messages. A model of 13 buckets."""
+    patient = BusSettings(heartbeat_s=1.0, heartbeat_timeout_s=60.0)  # or it is soon cut off
+    with ServerSockets(patient, bucket_bytes=bucket_bytes, buckets=13) as server:
+        subscriber = raw(zmq.SUB)
+        subscriber.set(zmq.RCVHWM, 1)
+        subscriber.connect(server.weights)
+        subscriber.subscribe(Weights.kind)
+        subscriber.subscribe(b"~0000001")
+        assert receive(server, Subscribed)
+        held: list[weakref.ref[Bytes]] = []
+        for version in range(200):
+            payload = np.zeros(bucket_bytes, np.uint8)  # memory that is never touched costs nothing
+            held.append(weakref.ref(payload))
+            server.publish(weights(version), payload)
+        del payload
+        limit_bytes = sockets.SUBSCRIBER_QUEUE_BYTES + sockets.VERSIONS_QUEUED * 13 * bucket_bytes
+        limit_bytes += 8 << 20  # in the hands of the kernel
+        give_up_at = time.monotonic() + LIMIT_S  # what was dropped is let go by a thread of pyzmq
+        while sum(each() is not None for each in held) * bucket_bytes > limit_bytes:
+            assert time.monotonic() < give_up_at
+            server.receive(0.01)
+
+
+def test_closing_ends_at_once_though_the_other_side_was_killed_with_gradients_on_their_way() -> None:
+    server = ServerSockets(SETTINGS, bucket_bytes=BUCKET_BYTES, buckets=BUCKETS)
+    worker = WorkerSockets(server.control, SETTINGS)
+    join(server, worker)
+    push(worker, gradient(), pattern(BUCKET_BYTES))
+    queued = 1
+    while worker.push(gradient(), pattern(BUCKET_BYTES)):
+        queued += 1
+    server.close(linger=False)
+    began = time.monotonic()
+    worker.close(linger=False)
+    assert queued > BUCKETS and time.monotonic() - began < 2.0
 
 
 # Waking

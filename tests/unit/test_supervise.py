@@ -184,6 +184,17 @@ def test_the_first_signal_lets_the_ps_finish(run, number, code):
     assert signal.getsignal(number) is before
 
 
+def test_under_nohup_the_terminal_may_go(run):
+    """SIGHUP is ignored then, and stays so."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        result = supervise(run, Witness({"joined": lambda: os.kill(os.getpid(), signal.SIGHUP)}))
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (result.outcome.status, result.outcome.exit_code) == ("done", 0)
+
+
 def test_the_stubborn_are_killed_after_their_time(run):
     stubborn = [["ignore_asking"], ["touch", "enough"], ["until", "never"]]
     ps = [["ignore_asking"], LISTENING, ["until", "never"]]

@@ -24,6 +24,7 @@ from bus.messages import (
     Welcome,
 )
 from worker.machine import (
+    ASKED_LEAVING_S,
     COMPLAIN_EVERY_S,
     LAST_HELLO_S,
     LEAVING_S,
@@ -498,12 +499,19 @@ def test_asked_to_stop_it_says_goodbye_and_keeps_its_exit_code() -> None:
     assert worker.tell(Left(SESSION, ME)) == [Exit(143, "asked to stop")]
 
 
-def test_nobody_waits_long_for_the_answer_to_a_goodbye() -> None:
+@pytest.mark.parametrize(
+    ("event", "limit_s", "ended"),
+    [
+        (Stop(SESSION, 4, "done"), LEAVING_S, Exit(0, "the run is over: done")),
+        (StopRequested(143), ASKED_LEAVING_S, Exit(143, "asked to stop")),
+    ],
+)
+def test_nobody_waits_long_for_the_answer_to_a_goodbye(event: Any, limit_s: float, ended: Exit) -> None:
     worker = served()
-    worker.tell(StopRequested(143))
-    assert worker.machine.wake_at == worker.now + LEAVING_S
-    assert worker.wait(LEAVING_S - 0.5) == []
-    assert worker.wait(0.5) == [Exit(143, "asked to stop")]
+    worker.tell(event)
+    assert worker.machine.wake_at == worker.now + limit_s
+    assert worker.wait(limit_s - 0.5) == []
+    assert worker.wait(0.5) == [ended]
 
 
 @pytest.mark.parametrize(
