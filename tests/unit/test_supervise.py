@@ -106,6 +106,29 @@ def test_a_run(run):
     assert "--- " in run.log("w0").read_text()
 
 
+def test_a_process_that_is_stopped_is_named_and_so_is_its_going_on(run):
+    witness = Witness()
+
+    def wake() -> None:
+        os.kill(started(run, "w0")["pid"], signal.SIGCONT)
+
+    note = witness.note
+    witness.note = lambda text: (note(text), wake() if "was stopped" in text else None)
+    supervise(run, witness, w0=[[["die", signal.SIGSTOP], *WORKER]])
+    pid = started(run, "w0")["pid"]
+    assert witness.notes == [
+        f"w0 (pid {pid}) was stopped by SIGSTOP; it goes on after: kill -CONT {pid}",
+        f"w0 (pid {pid}) goes on",
+    ]
+
+
+def test_a_fault_on_purpose_that_has_happened_is_not_for_the_next_life(run):
+    fault = ["report", "fault", {"index": 2, "text": "worker 0: SIGKILL at version 7"}]
+    supervise(run, w0=[[fault, ["die", signal.SIGKILL]], WORKER])
+    assert "--spent" not in started(run, "w0")["argv"]
+    assert started(run, "w0", life=1)["argv"][-2:] == ["--spent", "2"]
+
+
 def test_a_killed_worker_is_restarted_and_told(run):
     lives = [[["print", "about to die"], ["die", signal.SIGKILL]], WORKER]
     witness = Witness()
