@@ -2,7 +2,8 @@
 
 frame 0   kind     8 bytes, which also serve as the topic of PUB/SUB
 frame 1   header   msgpack array: protocol version, then the fields of the message in order
-frame 2   payload  raw little-endian bytes of one bucket; only for messages that have a payload
+frame 2   payload  raw little-endian bytes of one bucket; only for messages that have a payload. Where the kind ends in
+                   "@", it is where they lie in memory that both sides share (bus.shm)
 
 Checked in this order: frame count, kind, header size, protocol version, field types; then, by who knows the layout,
 payload size and checksum. Nothing is allocated from a number in a header.
@@ -10,6 +11,7 @@ payload size and checksum. Nothing is allocated from a number in a header.
 
 import zlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import msgspec.structs
@@ -23,8 +25,20 @@ KIND_BYTES = 8
 HEADER_LIMIT_BYTES = 1 << 20
 
 Bytes = npt.NDArray[np.uint8]
+
+
+class Place(NamedTuple):
+    """Where a payload lies in shared memory."""
+
+    offset_bytes: int
+    size_bytes: int
+
+
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {message.kind: (message, msgspec.msgpack.Decoder(message)) for message in ALL}
+PLACED_WEIGHTS, PLACED_GRADIENT = b"weights@", b"gradien@"
+_decoders |= {PLACED_WEIGHTS: _decoders[Weights.kind], PLACED_GRADIENT: _decoders[Contribution.kind]}
+_places = msgspec.msgpack.Decoder(Place)
 
 
 def encode(message: Message) -> tuple[bytes, bytes]:
@@ -32,8 +46,14 @@ def encode(message: Message) -> tuple[bytes, bytes]:
     return message.kind, _encoder.encode(message)
 
 
-def decode(frames: Sequence[memoryview]) -> tuple[Message, Bytes | None]:
-    """The message in ``frames`` and its payload as a flat view of the bytes where they lie."""
+def encode_placed(message: Contribution | Weights, place: Place) -> tuple[bytes, bytes, bytes]:
+    """All frames of ``message``, whose payload lies at ``place``."""
+    kind = PLACED_WEIGHTS if isinstance(message, Weights) else PLACED_GRADIENT
+    return kind, _encoder.encode(message), _encoder.encode(place)
+
+
+def decode(frames: Sequence[memoryview]) -> tuple[Message, Bytes | Place | None]:
+    """The message in ``frames`` and its payload as a flat view of the bytes where they lie, or its place."""
     if not 2 <= len(frames) <= 3:
         raise WireError(f"found {len(frames)} frames, expected 2 or 3")
     kind = bytes(frames[0][: KIND_BYTES + 1])
@@ -55,8 +75,14 @@ def decode(frames: Sequence[memoryview]) -> tuple[Message, Bytes | None]:
         raise ProtocolError(
             f"{_word(kind)}: found protocol {other}, expected {PROTOCOL}; install the same release on both sides"
         ) from None
-    payload = np.frombuffer(frames[2], np.uint8) if message_type.has_payload else None
-    return message, payload
+    if not message_type.has_payload:
+        return message, None
+    if kind[-1:] != b"@":
+        return message, np.frombuffer(frames[2], np.uint8)
+    try:
+        return message, _places.decode(frames[2])
+    except msgspec.DecodeError as error:
+        raise WireError(f"{_word(kind)}: its place: {error}") from None
 
 
 def checksum(payload: Bytes) -> int:

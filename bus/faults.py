@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from bus.messages import Contribution, Message, Node, Weights
+from bus.messages import Contribution, Message, Node, Segment, Weights, Welcome
 from bus.transport import Arrival, Payload, Peer, ServerTransport, WorkerTransport
 
 What = Literal["SIGKILL", "SIGSTOP", "SIGTERM", "clock", "slower", "prepares", "NaN", "drop", "double", "delay"]
@@ -160,6 +160,18 @@ class FaultyServer:
         if isinstance(message, Weights):
             self._trigger.check(message.version)
 
+    def share(self, size_bytes: int) -> Payload:
+        return self._inner.share(size_bytes)
+
+    def lend(self, member: int, size_bytes: int) -> None:
+        self._inner.lend(member, size_bytes)
+
+    def reclaim(self, member: int) -> None:
+        self._inner.reclaim(member)
+
+    def describe(self, member: int) -> tuple[Segment | None, Segment | None]:
+        return self._inner.describe(member)
+
 
 class FaultyWorker:
     """A WorkerTransport that brings ``faults`` about. ``clock`` should be one that no fault makes jump."""
@@ -219,8 +231,14 @@ class FaultyWorker:
     def send(self, message: Message) -> None:
         self._inner.send(message)
 
-    def follow(self, member: int, gradients: str, weights: str, bucket_bytes: int) -> None:
-        self._inner.follow(member, gradients, weights, bucket_bytes)
+    def follow(self, welcome: Welcome, gradients: str, weights: str, bucket_bytes: int) -> None:
+        self._inner.follow(welcome, gradients, weights, bucket_bytes)
+
+    def lent(self) -> Payload:
+        return self._inner.lent()
+
+    def around(self, payload: Payload, before_bytes: int, size_bytes: int) -> Payload:
+        return self._inner.around(payload, before_bytes, size_bytes)
 
     def forsake(self) -> None:
         self._held.clear()

@@ -69,9 +69,7 @@ class Layout:
 
     def empty(self) -> Bytes:
         """A new aligned buffer, zeroed, of ``size_bytes``."""
-        raw = np.zeros(self.size_bytes + ALIGNMENT_BYTES, np.uint8)
-        skip = -raw.ctypes.data % ALIGNMENT_BYTES
-        return raw[skip : skip + self.size_bytes]
+        return zeros(self.size_bytes)
 
     def bucket(self, buffer: Bytes, index: int) -> Bytes:
         """The bytes of one bucket, where they lie."""
@@ -102,6 +100,13 @@ class Layout:
                 )
             view[...] = found
         return target
+
+
+def zeros(size_bytes: int) -> Bytes:
+    """New aligned memory."""
+    raw = np.zeros(size_bytes + ALIGNMENT_BYTES, np.uint8)
+    skip = -raw.ctypes.data % ALIGNMENT_BYTES
+    return raw[skip : skip + size_bytes]
 
 
 def weights_layout(leaves: Sequence[Leaf], bucket_bytes: int) -> Layout:

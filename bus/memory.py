@@ -14,7 +14,8 @@ from random import Random
 import numpy as np
 
 from bus import codec
-from bus.messages import Contribution, Message, Plan, Stop, Subscribed, Weights
+from bus.layout import zeros
+from bus.messages import Contribution, Message, Plan, Segment, Stop, Subscribed, Weights, Welcome
 from bus.transport import Arrival, Payload, Peer
 
 
@@ -38,9 +39,11 @@ class Network:
     seed: int
     chances: Chances = field(default_factory=Chances)
     now: float = 0.0
+    shared: bool = False  # weights and gradients stay where they are, and are read there
     log: deque[str] = field(default_factory=lambda: deque(maxlen=200))
     server: "MemoryServer | None" = None
     workers: dict[Peer, "MemoryWorker"] = field(default_factory=dict)
+    lent: dict[tuple[int, int], Payload] = field(default_factory=dict)  # by server and member
     random: Random = field(init=False)
     _due: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _count: int = 0
@@ -68,8 +71,9 @@ class Network:
         """Take a message to its destination, or not. ``route`` names the connection, which keeps its order."""
         kind, header = codec.encode(message)
         frames = [memoryview(kind), memoryview(header)]
+        shared = self.shared and isinstance(message, Weights | Contribution)
         if payload is not None:
-            frames.append(np.array(payload, np.uint8).data)
+            frames.append(payload.data if shared else np.array(payload, np.uint8).data)
         label = f"{route} {type(message).__name__}"
         for copy in range(1 + (self.random.random() < self.chances.double)):
             if self.random.random() < lose:
@@ -88,6 +92,7 @@ class MemoryServer:
 
     network: Network
     inbox: deque[Arrival] = field(default_factory=deque)
+    memory: Payload = None
 
     def __post_init__(self) -> None:
         self.network.server = self
@@ -107,6 +112,19 @@ class MemoryServer:
                 lose = self.network.chances.lose_weights
                 self.network.carry(("weights", worker.peer), message, payload, lose, worker.deliver)
 
+    def share(self, size_bytes: int) -> Payload:
+        self.memory = zeros(size_bytes)
+        return self.memory
+
+    def lend(self, member: int, size_bytes: int) -> None:
+        self.network.lent.setdefault((id(self), member), zeros(size_bytes))
+
+    def reclaim(self, member: int) -> None:
+        self.network.lent.pop((id(self), member), None)
+
+    def describe(self, member: int) -> tuple[Segment | None, Segment | None]:
+        return None, None
+
 
 @dataclass(slots=True)
 class MemoryWorker:
@@ -116,6 +134,8 @@ class MemoryWorker:
     inbox: deque[Arrival] = field(default_factory=deque)
     peer: Peer = b""
     subscribed: bool = False
+    _published: Payload = None
+    _lent: Payload = None
 
     def __post_init__(self) -> None:
         self.redial()
@@ -133,8 +153,10 @@ class MemoryWorker:
         self._to_server("gradients", contribution, payload, self.network.chances.lose_gradients)
         return True
 
-    def follow(self, member: int, gradients: str, weights: str, bucket_bytes: int) -> None:
-        server = self.network.server
+    def follow(self, welcome: Welcome, gradients: str, weights: str, bucket_bytes: int) -> None:
+        server, member = self.network.server, welcome.member
+        if self.network.shared and server is not None:
+            self._published, self._lent = server.memory, self.network.lent.get((id(server), member))
 
         def arrive() -> None:
             self.subscribed = True
@@ -143,8 +165,20 @@ class MemoryWorker:
 
         self.network.at(self.network.now + self.network.chances.delay_s[1], arrive)
 
+    def lent(self) -> Payload:
+        return self._lent
+
+    def around(self, payload: Payload, before_bytes: int, size_bytes: int) -> Payload:
+        """By address, as bus.shm does."""
+        if self._published is None:
+            return None
+        start = payload.ctypes.data - before_bytes - self._published.ctypes.data
+        inside = start >= 0 and start + size_bytes <= self._published.nbytes
+        return self._published[start : start + size_bytes] if inside else None
+
     def forsake(self) -> None:
         self.subscribed = False
+        self._published = self._lent = None
 
     def redial(self) -> None:
         self.network.workers.pop(self.peer, None)

@@ -41,6 +41,16 @@ class Leaf(msgspec.Struct, frozen=True, array_like=True):
         return size
 
 
+class Segment(msgspec.Struct, frozen=True, array_like=True):
+    """Memory of process ``pid`` that a peer on the same host may map: its descriptor ``fd``, the size of its data, and
+    what it begins with (see bus.shm)."""
+
+    pid: int
+    fd: int
+    size_bytes: int
+    nonce: bytes
+
+
 class Assignment(msgspec.Struct, frozen=True, array_like=True):
     """``member`` computes the shards ``low..high-1`` of the step a plan belongs to."""
 
@@ -70,7 +80,9 @@ class Hello(Message, frozen=True):
 class Welcome(Message, frozen=True):
     """The whole experiment: a worker needs nothing but the PS's address.
 
-    ``experiment`` is JSON; ``gradients`` and ``weights`` are the addresses of the other two sockets.
+    ``experiment`` is JSON; ``gradients`` and ``weights`` are the addresses of the other two sockets. Who can map both
+    segments reads weights from ``published`` and writes gradients into ``lent``; whoever cannot, gets and sends them
+    by those sockets.
     """
 
     kind = b"welcome\0"
@@ -84,6 +96,8 @@ class Welcome(Message, frozen=True):
     weights: str
     heartbeat_s: float
     heartbeat_timeout_s: float
+    published: Segment | None = None
+    lent: Segment | None = None
 
 
 class Ready(Message, frozen=True):

@@ -16,6 +16,7 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     connect_timeout_s    how long a worker looks for the parameter server before it gives up
     bucket_bytes         leaves are grouped into messages of about this size
     checksum             a checksum over the data of each message
+    shared_memory        workers on the host of the parameter server share memory with it, where that works
     io_threads           ZeroMQ's own I/O threads per process
     """
 
@@ -28,4 +29,5 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     connect_timeout_s: Annotated[float, Meta(ge=0.1, le=86400)] = 60.0
     bucket_bytes: Annotated[int, Meta(ge=4096, le=2**30, multiple_of=64)] = 4194304
     checksum: bool = False
+    shared_memory: bool = True
     io_threads: Annotated[int, Meta(ge=1, le=64)] = 1

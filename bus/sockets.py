@@ -10,17 +10,31 @@ import math
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
 import zmq
 
 from bus import codec
-from bus.codec import Bytes
+from bus.codec import Bytes, Place
 from bus.endpoints import Endpoint, bind_address, parse, port_holder
 from bus.errors import EndpointError, ProtocolError, WireError
-from bus.messages import Contribution, Evaluate, Malformed, Message, Plan, Stop, Subscribed, Weights
+from bus.layout import zeros
+from bus.messages import (
+    Contribution,
+    Evaluate,
+    Malformed,
+    Message,
+    Plan,
+    Segment,
+    Stop,
+    Subscribed,
+    Weights,
+    Welcome,
+)
 from bus.settings import BusSettings
+from bus.shm import SharedMemory, attach, create
 from bus.transport import Arrival, Payload, Peer
 
 BIND_RETRY_S = 5.0  # a port of a process that was just killed is free again within this time
@@ -95,10 +109,28 @@ class _Sockets:
         return None
 
     def _arrival(self, name: str, frames: list[memoryview]) -> Arrival | None:
+        return self._decoded(name, b"", frames)
+
+    def _decoded(self, name: str, peer: Peer, frames: list[memoryview]) -> Arrival:
         try:
-            return Arrival(b"", *codec.decode(frames))
+            message, payload = codec.decode(frames)
+            if isinstance(payload, Place):
+                payload = self._at(message, payload)
+            return Arrival(peer, message, payload)
         except WireError as error:
-            return Arrival(b"", Malformed(name, str(error), isinstance(error, ProtocolError)))
+            return Arrival(peer, Malformed(name, str(error), isinstance(error, ProtocolError)))
+
+    def _at(self, message: Message, place: Place) -> Bytes:
+        """What a peer says lies in shared memory. Raises WireError."""
+        memory = self._memory_of(message)
+        found = memory.at(place) if memory else None
+        if found is None:
+            raise WireError(f"{type(message).__name__.lower()}: found a payload at {place}, where no shared memory is")
+        return found
+
+    def _memory_of(self, message: Message) -> SharedMemory | None:
+        """Where the payload of a message of this kind may lie."""
+        return None
 
     def _socket(self, kind: int, **options: int | bytes) -> "zmq.Socket[bytes]":
         """A socket with the options that all have, and those given by name; they only work before connect or bind."""
@@ -164,6 +196,9 @@ class ServerSockets(_Sockets):
         addresses: tuple[str, ...] | None = None,
     ) -> None:
         super().__init__(settings.io_threads, settings)
+        self._shared: SharedMemory | None = None
+        self._lent: dict[int, SharedMemory] = {}
+        self._bulk_wanted = False  # somebody subscribes to weights that travel
         queue = VERSIONS_QUEUED * buckets + min(64, _bucket_queue(bucket_bytes))
         self._control = self._socket(
             zmq.ROUTER, ROUTER_HANDOVER=1, SNDHWM=queue, RCVHWM=1000, MAXMSGSIZE=CONTROL_LIMIT_BYTES
@@ -200,20 +235,48 @@ class ServerSockets(_Sockets):
 
     def _arrival(self, name: str, frames: list[memoryview]) -> Arrival | None:
         if name == "weights":
-            return _subscription(bytes(frames[0]))
+            frame = bytes(frames[0])
+            if frame[1:] == Weights.kind:  # VERBOSE or not, the end of the last subscription is told
+                self._bulk_wanted = frame[:1] == b"\1"
+            return _subscription(frame)
         if name == "gradients":
-            return super()._arrival(name, frames)
-        peer = bytes(frames[0])
-        try:
-            return Arrival(peer, *codec.decode(frames[1:]))
-        except WireError as error:
-            return Arrival(peer, Malformed(name, str(error), isinstance(error, ProtocolError)))
+            return self._decoded(name, b"", frames)
+        return self._decoded(name, bytes(frames[0]), frames[1:])
 
     def send(self, peer: Peer, message: Message, payload: Payload = None) -> None:
         _send(self._control, [peer], self._stamped(message, payload), payload)
 
     def publish(self, message: Message, payload: Payload = None) -> None:
-        _send(self._weights, [], self._stamped(message, payload), payload)
+        message = self._stamped(message, payload)
+        place = self._shared.find(payload) if self._shared and isinstance(message, Weights) else None
+        if place is not None and isinstance(message, Weights):
+            _send_frames(self._weights, codec.encode_placed(message, place))
+        if place is None or self._bulk_wanted:
+            _send(self._weights, [], message, payload)
+
+    def share(self, size_bytes: int) -> Bytes:
+        self._shared = create(size_bytes) if self._settings.shared_memory else None
+        return self._shared.data if self._shared else zeros(size_bytes)
+
+    def lend(self, member: int, size_bytes: int) -> None:
+        if self._shared and member not in self._lent and (memory := create(size_bytes)):
+            self._lent[member] = memory
+
+    def reclaim(self, member: int) -> None:
+        if member in self._lent:
+            self._lent.pop(member).close()
+
+    def describe(self, member: int) -> tuple[Segment | None, Segment | None]:
+        lent = self._lent.get(member)
+        return (self._shared.segment, lent.segment) if self._shared and lent else (None, None)
+
+    def _memory_of(self, message: Message) -> SharedMemory | None:
+        return self._lent.get(message.member) if isinstance(message, Contribution) else None
+
+    def close(self, *, linger: bool = True) -> None:
+        super().close(linger=linger)
+        for memory in filter(None, (self._shared, *self._lent.values())):
+            memory.close()
 
 
 class WorkerSockets(_Sockets):
@@ -225,6 +288,8 @@ class WorkerSockets(_Sockets):
         self._control: zmq.Socket[bytes] | None = None
         self._gradients: zmq.Socket[bytes] | None = None
         self._weights: zmq.Socket[bytes] | None = None
+        self._published: SharedMemory | None = None
+        self._lent: SharedMemory | None = None
         self.redial()
 
     def redial(self) -> None:
@@ -236,15 +301,20 @@ class WorkerSockets(_Sockets):
         _connect(self._control, self._address)
         self._listen("control", self._control)
 
-    def follow(self, member: int, gradients: str, weights: str, bucket_bytes: int) -> None:
+    def follow(self, welcome: Welcome, gradients: str, weights: str, bucket_bytes: int) -> None:
         self.forsake()
+        if welcome.published and welcome.lent and self._settings.shared_memory:
+            published, lent = attach(welcome.published, writable=False), attach(welcome.lent, writable=True)
+            if published and lent:
+                self._published, self._lent = published, lent
         # IMMEDIATE: nothing is queued for a connection that is not there, so nothing old arrives when it comes back.
         self._gradients = self._socket(zmq.PUSH, IMMEDIATE=1, SNDHWM=64)
         _connect(self._gradients, gradients)
         self._weights = self._socket(
             zmq.SUB, RCVHWM=_bucket_queue(bucket_bytes), MAXMSGSIZE=bucket_bytes + CONTROL_LIMIT_BYTES
         )
-        for topic in (Weights.kind, Plan.kind, Stop.kind, _MEMBER_TOPIC % member):
+        weights_topic = codec.PLACED_WEIGHTS if self._published else Weights.kind
+        for topic in (weights_topic, Plan.kind, Stop.kind, _MEMBER_TOPIC % welcome.member):
             self._weights.subscribe(topic)
         _connect(self._weights, weights)
         self._listen("weights", self._weights)
@@ -255,13 +325,29 @@ class WorkerSockets(_Sockets):
                 each.set(zmq.LINGER, 0)
         self._close(self._gradients, self._weights)
         self._gradients = self._weights = None
+        self._published = self._lent = None
+
+    def lent(self) -> Bytes | None:
+        return self._lent.data if self._lent else None
+
+    def around(self, payload: Bytes, before_bytes: int, size_bytes: int) -> Bytes | None:
+        return self._published.around(payload, before_bytes, size_bytes) if self._published else None
+
+    def _memory_of(self, message: Message) -> SharedMemory | None:
+        return self._published if isinstance(message, Weights) else None
 
     def send(self, message: Message) -> None:
         assert self._control is not None
         _send(self._control, [], message, None)
 
     def push(self, contribution: Contribution, payload: Payload) -> bool:
-        return self._gradients is not None and _send(self._gradients, [], self._stamped(contribution, payload), payload)
+        if self._gradients is None:
+            return False
+        message = self._stamped(contribution, payload)
+        place = self._lent.find(payload) if self._lent else None
+        if place is not None and isinstance(message, Contribution):
+            return _send_frames(self._gradients, codec.encode_placed(message, place))
+        return _send(self._gradients, [], message, payload)
 
 
 class ObserverSockets(_Sockets):
@@ -293,14 +379,22 @@ def _connect(each: "zmq.Socket[bytes]", address: str) -> None:
     each.connect(address)
 
 
+def _send_frames(target: "zmq.Socket[bytes]", frames: Sequence[bytes]) -> bool:
+    """Small frames, copied; False where the queue is full or nobody is connected."""
+    try:
+        target.send_multipart(frames, zmq.DONTWAIT)
+    except zmq.Again:
+        return False
+    return True
+
+
 def _send(target: "zmq.Socket[bytes]", route: list[bytes], message: Message, payload: Bytes | None) -> bool:
     """False where the queue is full or nobody is connected; a message is sent whole or not at all."""
     frames = [*route, *codec.encode(message)]
+    if payload is None:
+        return _send_frames(target, frames)
     try:
-        if payload is None:
-            target.send_multipart(frames, zmq.DONTWAIT)
-        else:
-            target.send_multipart([*frames, payload.data], zmq.DONTWAIT, copy=False)
+        target.send_multipart([*frames, payload.data], zmq.DONTWAIT, copy=False)
     except zmq.Again:
         return False
     return True

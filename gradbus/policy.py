@@ -18,6 +18,7 @@
 Whoever has been given a time and is still there climbs a ladder: SIGTERM to its process group, then SIGKILL.
 """
 
+import math
 import signal
 from dataclasses import dataclass
 from enum import IntEnum
@@ -66,6 +67,7 @@ class Limits:
     alone_s       for the PS to finish after the last worker left in good order
     echo_s        in which SIGTERM or SIGHUP again is no second wish: make and shells pass on what the group got, too
     backoff_s     before the first restart of a worker; doubled at each further one, up to backoff_limit_s
+    settled_s     a life that lasted so long was a good one: after it the delays begin anew
     """
 
     start_s: float = 600.0
@@ -78,6 +80,7 @@ class Limits:
     echo_s: float = 1.0
     backoff_s: float = 1.0
     backoff_limit_s: float = 15.0
+    settled_s: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,8 @@ class Policy:
         self._ladder: dict[str, tuple[float, _Rung]] = {}
         self._due: dict[str, float] = {}
         self._restarts_of: dict[str, int] = {}
+        self._short_lives: dict[str, int] = {}  # in a row
+        self._started_at: dict[str, float] = {}
         self._failed: dict[str, Failed] = {}
         self._left: set[str] = set()
         self._lost: list[str] = []  # why each worker that will not come back is out
@@ -246,7 +251,8 @@ class Policy:
         by_itself = not (self._finished or self._verdict or self._signal)
         if by_itself and self._served and used < self._budget and (failed is None or failed.kind == "internal"):
             self._restarts_of[PS] = used + 1
-            self._due[PS] = now if used == 0 else now + self._backoff_s(used)
+            short = self._count_short_lives(PS, now)
+            self._due[PS] = now if short == 0 else now + self._backoff_s(short)
             answer = f"started again from its newest checkpoint (restart {used + 1} of {self._budget})"
             return [Blame(PS, code, self._reason(PS, code), answer)]
         self._due.clear()
@@ -289,13 +295,20 @@ class Policy:
             self._user_fault = False
             answer = f"left out after {used} restarts" if used else "left out (cluster.restarts is 0)"
             return [Blame(name, code, reason, answer), *self._check_workers(now)]
-        delay_s = self._backoff_s(used)
+        delay_s = self._backoff_s(self._count_short_lives(name, now))
         self._restarts_of[name] = used + 1
         self._due[name] = now + delay_s
         return [Blame(name, code, reason, f"starts again in {delay_s:g} s (restart {used + 1} of {self._budget})")]
 
-    def _backoff_s(self, used: int) -> float:
-        return min(self.limits.backoff_s * 2.0**used, self.limits.backoff_limit_s)
+    def _count_short_lives(self, name: str, now: float) -> int:
+        """How many lives in a row before the one that has just ended were short, or 0 if that one was not. The first
+        life of all counts as a good one."""
+        settled = now - self._started_at.get(name, -math.inf) >= self.limits.settled_s
+        self._short_lives[name] = 0 if settled else self._short_lives.get(name, -1) + 1
+        return self._short_lives[name]
+
+    def _backoff_s(self, short_lives: int) -> float:
+        return min(self.limits.backoff_s * 2.0**short_lives, self.limits.backoff_limit_s)
 
     def _check_workers(self, now: float) -> list[Action]:
         """What follows when a worker is out for good: nothing, unless it was the last."""
@@ -323,6 +336,7 @@ class Policy:
         for name in [name for name, time in self._due.items() if now >= time]:
             del self._due[name]
             self.restarts += 1
+            self._started_at[name] = now
             if name == PS:
                 self._listen_by = now + self.limits.start_s
             actions.append(self._start(name))

@@ -43,6 +43,8 @@ from ps.update import Updater, parameters_sha256
 
 STOP_GRACE_S = 5.0  # how long an open step may still take once a stop is asked for
 LONGEST_WAIT_S = 1.0  # of one poll, so that what wakes nobody is seen too
+PAGE_BYTES = 4096
+LENT_SLOTS = 4  # gradients that a worker can keep where the PS reads them; memory that is not used costs nothing
 SAVE_LIMIT_S = 60.0  # for a checkpoint that is still being written when everything else is over
 
 
@@ -80,7 +82,11 @@ class Server:
         self._layout = weights_layout(updater.leaves, bucket_bytes)
         self._gradient_layout = gradient_layout(updater.leaves, bucket_bytes)
         self._reducer = Reducer(self._gradient_layout, machine.rules.shards)
-        self._current = self._layout.pack(updater.weights())  # never changed once filled: readers may hold it
+        # Two versions: what is being published, and the one before, whose step is closed (bus.transport, `share`).
+        self._slot_bytes = -(-self._layout.size_bytes // PAGE_BYTES) * PAGE_BYTES
+        self._memory: Bytes = transport.share(2 * self._slot_bytes)
+        self._slot = 0
+        self._current = self._packed()
         self._stop_requested = False
         self._unsaved = ""  # why the newest checkpoint is not on disk
 
@@ -165,6 +171,8 @@ class Server:
             case Refused():
                 self._recorder.refused(action)
             case MemberChanged():
+                if action.event in ("left", "lost", "replaced", "failed"):
+                    self._transport.reclaim(action.member)
                 self._recorder.member(action)
             case Note():
                 self._recorder.note(action.text)
@@ -187,7 +195,7 @@ class Server:
         applied = not action.skip and not trouble
         if applied:
             self._updater.apply(self._reducer.sums(), action.result.examples)
-        before, self._current = self._current, self._layout.pack(self._updater.weights()) if applied else self._current
+        before, self._current = self._current, self._packed() if applied else self._current
         self._history.closed(
             action.version,
             action.result,
@@ -201,6 +209,13 @@ class Server:
         self._reducer.begin()
         return self.machine.handle(Updated(applied, trouble), now=self._clock())
 
+    def _packed(self) -> Bytes:
+        """The current weights, in the place of those before the last ones."""
+        self._slot = 1 - self._slot
+        start = self._slot * self._slot_bytes
+        slot = self._memory[start : start + self._layout.size_bytes]
+        return self._layout.pack(self._updater.weights(), slot)
+
     def _weights(self, revision: int, plan: Plan) -> Iterator[tuple[Weights, Bytes]]:
         for index in range(len(self._layout.buckets)):
             message = Weights(self.machine.session, self.machine.version, index, revision, plan)
@@ -208,6 +223,8 @@ class Server:
 
     def _welcome(self, member: int) -> Welcome:
         rules = self.machine.rules
+        self._transport.lend(member, LENT_SLOTS * self._gradient_layout.size_bytes)
+        published, lent = self._transport.describe(member)
         return Welcome(
             session=self.machine.session,
             member=member,
@@ -219,6 +236,8 @@ class Server:
             weights=self._offer.weights,
             heartbeat_s=rules.heartbeat_s,
             heartbeat_timeout_s=rules.heartbeat_timeout_s,
+            published=published,
+            lent=lent,
         )
 
     def _publish_evaluation(self, action: PublishEvaluation) -> None:

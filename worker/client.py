@@ -60,6 +60,9 @@ class Client:
         self._gradient_layout: Layout | None = None
         self._buffer: Bytes | None = None  # of the version that is arriving, or has arrived
         self._buffer_version = -1
+        self._shared: Bytes | None = None  # the same, where it is memory of the PS: all buckets of a version are there
+        self._slots: list[Bytes] = []  # of memory that the PS reads gradients from
+        self._free: list[Bytes] = []  # those that this version does not use yet; the PS has read the others
         self._checksums = False  # the run wants them: its weights carry them
         self._results: dict[Node, Result] = {}  # of the version that is computed on; kept until it has passed
         self._outgoing: deque[tuple[Contribution, Bytes]] = deque()
@@ -158,24 +161,38 @@ class Client:
         self.machine.buckets = len(self._layout.buckets)
         largest = max(bucket.size_bytes for bucket in self._layout.buckets)
         gradients, weights = (reachable(each, self.machine.address) for each in (welcome.gradients, welcome.weights))
-        self._transport.follow(welcome.member, gradients, weights, largest)
+        self._transport.follow(welcome, gradients, weights, largest)
+        lent = self._transport.lent()
+        size = self._gradient_layout.size_bytes
+        self._slots = (
+            [lent[at : at + size] for at in range(0, len(lent) - size + 1, size)] if lent is not None and size else []
+        )
+        self._log("memory is shared with the parameter server" if self._slots else "gradients and weights go by TCP")
         self._executor.prepare(welcome)
 
     def _keep(self, weights: Weights, payload: Bytes | None) -> None:
-        """One copy, into a buffer that no later version reuses: JAX goes on reading it where it lies."""
+        """Where they lie, if that is memory of the PS. Otherwise one copy, into a buffer that no later version reuses:
+        JAX goes on reading it there."""
         assert self._layout is not None and payload is not None
         if weights.version != self._buffer_version or self._buffer is None:
-            self._buffer, self._buffer_version = self._layout.empty(), weights.version
+            before, size = self._layout.buckets[weights.bucket].offset_bytes, self._layout.size_bytes
+            self._shared = self._transport.around(payload, before, size)
+            self._buffer, self._buffer_version = self._shared, weights.version
+            if self._buffer is None:
+                self._buffer = self._layout.empty()
             self._results.clear()
             self._computing.clear()
-        self._layout.bucket(self._buffer, weights.bucket)[:] = payload
+            self._free = list(self._slots)
+        if self._shared is None:
+            self._layout.bucket(self._buffer, weights.bucket)[:] = payload
         self._checksums = weights.checksum is not None
 
     def _compute(self, action: Compute) -> None:
         assert self._executor is not None and self._welcome is not None and self._buffer is not None
         # What was not sent for an older version is no use any more; a revised plan of the same one takes nothing back.
         self._outgoing = deque(one for one in self._outgoing if one[0].version == action.version)
-        self._executor.compute(self._welcome.session, action.version, self._buffer, action.nodes)
+        nodes = {node: self._free.pop() if self._free else None for node in action.nodes}
+        self._executor.compute(self._welcome.session, action.version, self._buffer, nodes)
         self._computing.update(action.nodes)
 
     def _push(self, node: Node) -> None:
@@ -216,7 +233,8 @@ class Client:
         self._outgoing.clear()
         self._results.clear()
         self._computing.clear()
-        self._buffer, self._buffer_version, self._welcome = None, -1, None
+        self._buffer, self._shared, self._buffer_version, self._welcome = None, None, -1, None
+        self._slots, self._free = [], []
         if self._executor is not None:
             self._executor.cancel()
         self._transport.forsake()

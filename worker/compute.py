@@ -110,14 +110,14 @@ class ShardGradients:
             leaves[leaf.kind].append(array)
         self._loaded = (leaves["trainable"], leaves["frozen"], leaves["state"])
 
-    def shard(self, version: int, shard: int) -> ShardSum:
+    def shard(self, version: int, shard: int, into: Bytes | None = None) -> ShardSum:
         """The sum over the examples of one shard of the gradient, the model state, the loss and the metrics."""
         batch = self._ready.pop((version, shard), None)
         if batch is None:
             batch = self._batch(version, shard)
         scaled, value, metrics = self._shard(*self._loaded, batch, self._key, np.uint32(version), np.uint32(shard))
         examples = len(self._batches.indices(version, shard))
-        buffer = self.layout.pack([np.asarray(leaf) for leaf in scaled])
+        buffer = self.layout.pack([np.asarray(leaf) for leaf in scaled], into)
         if (version, shard) in self._not_finite:
             self.layout.views(buffer)[0][...] = np.nan
         means = {"loss": float(value), **{name: float(metric) for name, metric in sorted(metrics.items())}}

@@ -47,8 +47,8 @@ class Gradients(Protocol):
     def load(self, buffer: Bytes) -> None:
         """Take the weights in ``buffer``, which will not change any more."""
 
-    def shard(self, version: int, shard: int) -> ShardSum:
-        """The sum over one shard, computed on the weights that were loaded last."""
+    def shard(self, version: int, shard: int, into: Bytes | None = None) -> ShardSum:
+        """The sum over one shard, computed on the weights that were loaded last, in ``into`` or in new memory."""
 
     def prefetch(self, version: int, shards: list[int]) -> None:
         """These shards are likely to be asked for next: make their batches now."""
@@ -60,7 +60,9 @@ class Stopped(Exception):
 
 class Executor(Protocol):
     def prepare(self, welcome: Welcome) -> None: ...
-    def compute(self, session: int, version: int, buffer: Bytes, nodes: tuple[Node, ...]) -> None: ...
+    def compute(self, session: int, version: int, buffer: Bytes, nodes: dict[Node, Bytes | None]) -> None:
+        """Compute on the weights in ``buffer`` the sums over ``nodes``, each into the memory given for it, if any."""
+
     def prefetch(self, version: int, nodes: tuple[Node, ...]) -> None: ...
     def cancel(self) -> None: ...
 
@@ -73,7 +75,15 @@ class Calculator:
         self._loaded = (-1, -1)  # session, version
         self._done_at: float | None = None
 
-    def compute(self, session: int, version: int, buffer: Bytes, node: Node, wanted: Callable[[], bool]) -> Result:
+    def compute(
+        self,
+        session: int,
+        version: int,
+        buffer: Bytes,
+        node: Node,
+        wanted: Callable[[], bool],
+        into: Bytes | None = None,
+    ) -> Result:
         """The sum over ``node``; raises Stopped as soon as ``wanted`` says no."""
         started = self._clock()
         waited_s = math.inf
@@ -82,19 +92,20 @@ class Calculator:
                 waited_s = started - self._done_at
             self._gradients.load(buffer)
             self._loaded = (session, version)
-        total = self._sum(version, node, wanted)
+        total = self._sum(version, node, wanted, into)
         self._done_at = self._clock()
         return Result(total, waited_s, self._done_at - started)
 
     def prefetch(self, version: int, nodes: tuple[Node, ...]) -> None:
         self._gradients.prefetch(version, [shard for low, high in nodes for shard in range(low, high)])
 
-    def _sum(self, version: int, node: Node, wanted: Callable[[], bool]) -> ShardSum:
+    def _sum(self, version: int, node: Node, wanted: Callable[[], bool], into: Bytes | None) -> ShardSum:
         if not wanted():
             raise Stopped
         if node[1] - node[0] == 1:
-            return self._gradients.shard(version, node[0])
-        left, right = (self._sum(version, child, wanted) for child in tree.children(node))
+            return self._gradients.shard(version, node[0], into)
+        children = tree.children(node)
+        left, right = self._sum(version, children[0], wanted, into), self._sum(version, children[1], wanted, None)
         for index, bucket in enumerate(self._gradients.layout.buckets):
             dtype = np.dtype(bucket.dtype)
             target = self._gradients.layout.bucket(left.buffer, index).view(dtype)
@@ -132,7 +143,7 @@ class ThreadExecutor:
     def prepare(self, welcome: Welcome) -> None:
         self._orders.put(lambda: self._prepare(welcome))
 
-    def compute(self, session: int, version: int, buffer: Bytes, nodes: tuple[Node, ...]) -> None:
+    def compute(self, session: int, version: int, buffer: Bytes, nodes: dict[Node, Bytes | None]) -> None:
         self._wanted = (session, version)
         self._orders.put(lambda: self._compute(session, version, buffer, nodes))
 
@@ -157,11 +168,11 @@ class ThreadExecutor:
         self._calculator = Calculator(gradients, self._clock)
         self._post(Prepared(welcome.session, gradients.device), None)
 
-    def _compute(self, session: int, version: int, buffer: Bytes, nodes: tuple[Node, ...]) -> None:
+    def _compute(self, session: int, version: int, buffer: Bytes, nodes: dict[Node, Bytes | None]) -> None:
         assert self._calculator is not None
-        for node in nodes:
+        for node, into in nodes.items():
             result = self._calculator.compute(
-                session, version, buffer, node, lambda: self._wanted == (session, version)
+                session, version, buffer, node, lambda: self._wanted == (session, version), into
             )
             self._post(Computed(session, version, node), result)
 

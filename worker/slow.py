@@ -20,9 +20,9 @@ class SlowGradients:
     def load(self, buffer: Bytes) -> None:
         self._inner.load(buffer)
 
-    def shard(self, version: int, shard: int) -> ShardSum:
+    def shard(self, version: int, shard: int, into: Bytes | None = None) -> ShardSum:
         began = time.monotonic()
-        total = self._inner.shard(version, shard)
+        total = self._inner.shard(version, shard, into)
         times = max((fault.amount for fault in self._faults if version >= (fault.version or 0)), default=1.0)
         time.sleep(max(times - 1.0, 0.0) * (time.monotonic() - began))
         return total

@@ -1,5 +1,6 @@
 """A whole cluster in one process on a virtual clock: the real loops and machines, a toy model, seeded faults."""
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from ps.machine import Machine as ServerMachine
 from ps.machine import Rules
 from ps.server import Offer, Server
 from worker.client import Client
-from worker.executor import Calculator, ShardSum, Stopped
+from worker.executor import Calculator, ShardSum
 from worker.machine import Computed, Prepared
 from worker.machine import Machine as WorkerMachine
 
@@ -103,11 +104,13 @@ class ToyGradients:
     def load(self, buffer: Bytes) -> None:
         self._weights = LAYOUT.views(buffer)  # all leaves are trainable: one layout serves for both
 
-    def shard(self, version: int, shard: int) -> ShardSum:
+    def shard(self, version: int, shard: int, into: Bytes | None = None) -> ShardSum:
         if (version, shard) in self.bad:
-            return ShardSum(LAYOUT.empty(), 0, {}, (shard,), f"shard {shard}: loss = nan")
+            buffer = LAYOUT.empty() if into is None else into
+            buffer[:] = 0
+            return ShardSum(buffer, 0, {}, (shard,), f"shard {shard}: loss = nan")
         gradient = shard_gradient(self._weights, version, shard)
-        return ShardSum(LAYOUT.pack(gradient), EXAMPLES, {"loss": float(EXAMPLES * shard)})
+        return ShardSum(LAYOUT.pack(gradient, into), EXAMPLES, {"loss": float(EXAMPLES * shard)})
 
     def prefetch(self, version: int, shards: list[int]) -> None:
         pass
@@ -115,7 +118,8 @@ class ToyGradients:
 
 @dataclass
 class SimExecutor:
-    """Computes at once, and posts the result when the virtual clock says that it took its time."""
+    """One order after the other, as the computing thread does. A shard is computed when the virtual clock says that it
+    took its time, on what its memory holds by then, wanted or not."""
 
     network: Network
     client: Client
@@ -124,22 +128,21 @@ class SimExecutor:
     bad: Bad
     longer_s: float = 0.0  # to prepare
     wanted: tuple[int, int] = (-1, -1)
+    orders: deque[Callable[[], float]] = field(default_factory=deque)  # each begins, and says when to go on
+    busy: bool = False
     calculator: Calculator = field(init=False)
 
     def prepare(self, welcome: Welcome) -> None:
-        self.calculator = Calculator(ToyGradients(self.bad), lambda: self.network.now)
-        self._later(0.1 + self.longer_s, partial(self.client.post, Prepared(welcome.session, "toy")))
+        def done() -> None:
+            self.calculator = Calculator(ToyGradients(self.bad), lambda: self.network.now)
+            self.client.post(Prepared(welcome.session, "toy"))
 
-    def compute(self, session: int, version: int, buffer: Bytes, nodes: tuple[Node, ...]) -> None:
+        self._order(lambda: self._later(0.1 + self.longer_s, done))
+
+    def compute(self, session: int, version: int, buffer: Bytes, nodes: dict[Node, Bytes | None]) -> None:
         self.wanted = (session, version)
-        delay_s = 0.0
-        for node in nodes:
-            try:
-                result = self.calculator.compute(session, version, buffer, node, lambda: True)
-            except Stopped:
-                return
-            delay_s += self.shard_s() * (node[1] - node[0])
-            self._later(delay_s, partial(self._done, (session, version), node, result))
+        for node, into in nodes.items():
+            self._order(partial(self._begin, session, version, buffer, node, into))
 
     def prefetch(self, version: int, nodes: tuple[Node, ...]) -> None:
         self.calculator.prefetch(version, nodes)
@@ -147,12 +150,36 @@ class SimExecutor:
     def cancel(self) -> None:
         self.wanted = (-1, -1)
 
-    def _done(self, made_for: tuple[int, int], node: Node, result: object) -> None:
-        if self.wanted == made_for:
-            self.client.post(Computed(*made_for, node), result)  # type: ignore[arg-type]
+    def _begin(self, session: int, version: int, buffer: Bytes, node: Node, into: Bytes | None) -> float:
+        if self.wanted != (session, version):
+            return 0.0
+        return self._later(
+            self.shard_s() * (node[1] - node[0]), partial(self._done, session, version, buffer, node, into)
+        )
 
-    def _later(self, delay_s: float, act: Callable[[], None]) -> None:
-        self.network.at(self.network.now + delay_s, lambda: act() if self.alive() else None)
+    def _done(self, session: int, version: int, buffer: Bytes, node: Node, into: Bytes | None) -> None:
+        result = self.calculator.compute(session, version, buffer, node, lambda: True, into)
+        if self.wanted == (session, version):
+            self.client.post(Computed(session, version, node), result)
+
+    def _order(self, begin: Callable[[], float]) -> None:
+        self.orders.append(begin)
+        if not self.busy:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        self.busy = False
+        while self.orders and not self.busy:
+            self.busy = self.orders.popleft()() > 0
+
+    def _later(self, delay_s: float, act: Callable[[], None]) -> float:
+        def then() -> None:
+            if self.alive():
+                act()
+                self._go_on()
+
+        self.network.at(self.network.now + delay_s, then)
+        return delay_s
 
 
 @dataclass
@@ -208,6 +235,7 @@ class Cluster:
     chances: Chances = field(default_factory=Chances)
     faults: tuple[Fault, ...] = ()
     restart_s: tuple[float, float] = (0.0, 6.0)
+    shared: bool = False
     save_every: int = 3
     shard_s: tuple[float, float] = (0.01, 0.05)
     min_workers: int = 1
@@ -223,7 +251,7 @@ class Cluster:
     sessions: int = 0
 
     def __post_init__(self) -> None:
-        self.network = Network(self.seed, self.chances)
+        self.network = Network(self.seed, self.chances, shared=self.shared)
         self.bad |= poisoned(self.faults)
         self.spent: set[Fault] = set()
         self.clocks: dict[str, Clock] = {}

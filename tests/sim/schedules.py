@@ -26,12 +26,14 @@ class Schedule:
     nonfinite: Literal["stop", "skip_step", "skip_shard"]
     starts_s: tuple[float, ...]
     faults: tuple[Fault, ...]
+    shared: bool  # memory, as on one host
 
     def cluster(self) -> Cluster:
         """Set up to run, over a network that loses, doubles, delays and reorders."""
         cluster = Cluster(
-            self.seed, self.shards, self.steps, ROUGH, self.faults, save_every=self.save_every, nonfinite=self.nonfinite
-        )
+            self.seed, self.shards, self.steps, ROUGH, self.faults, save_every=self.save_every,
+            nonfinite=self.nonfinite, shared=self.shared,
+        )  # fmt: skip
         for number, at_s in enumerate(self.starts_s):
             cluster.network.at(at_s, lambda name=f"w{number}": cluster.start_worker(name))
         return cluster
@@ -51,6 +53,7 @@ def rough(seed: int) -> Schedule:
         nonfinite=("skip_step", "skip_shard")[int(chance.integers(2))] if skips else "stop",
         starts_s=tuple(float(each) for each in chance.uniform(0, 1, workers)),
         faults=faults,
+        shared=bool(seed % 2),
     )
 
 

@@ -1,4 +1,4 @@
-"""Would the simulation notice? Three faults that others have made are planted, and each has to show."""
+"""Would the simulation notice? Faults that others have made are planted, and each has to show."""
 
 from collections.abc import Callable
 
@@ -9,15 +9,20 @@ from cluster import Cluster, reference, stale_gradients
 from bus.layout import Bytes
 from bus.memory import Chances
 from bus.messages import Contribution, Node
+from ps.actions import Accept
 from ps.machine import Machine
 from ps.reduce import Reducer
 from ps.rounds import Part, Round, Taken
+from ps.server import Server
+from worker.client import Client
+from worker.machine import Compute
 
 SEEDS = range(6)
 
 
-def three_workers(seed: int) -> Cluster:
-    cluster = Cluster(seed=seed, shards=4, steps=6, min_workers=3, chances=Chances(double=0.2, reorder=0.2))
+def three_workers(seed: int, *, shared: bool = False) -> Cluster:
+    chances = Chances(double=0.2, reorder=0.2)
+    cluster = Cluster(seed=seed, shards=4, steps=6, min_workers=3, chances=chances, shared=shared)
     for name in ("w0", "w1", "w2"):
         cluster.start_worker(name)
     return cluster
@@ -39,7 +44,11 @@ def shows(schedule: Callable[[int], Cluster]) -> list[int]:
     return seeds
 
 
-@pytest.mark.parametrize("schedule", [three_workers, stale_gradients])
+def sharing_memory(seed: int) -> Cluster:
+    return three_workers(seed, shared=True)
+
+
+@pytest.mark.parametrize("schedule", [three_workers, sharing_memory, stale_gradients])
 def test_without_a_fault_nothing_shows(schedule: Callable[[int], Cluster]) -> None:
     assert shows(schedule) == []
 
@@ -91,3 +100,26 @@ def test_a_sum_in_order_of_arrival_shows(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Reducer, "hold", add_at_once)
     monkeypatch.setattr(Reducer, "add", lambda *_: None)
     assert shows(three_workers)
+
+
+def test_a_gradient_that_is_overwritten_before_it_is_summed_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = Client._compute
+
+    def into_one_slot(self: Client, action: Compute) -> None:
+        self._free = self._slots[:1] * len(action.nodes)
+        compute(self, action)
+
+    monkeypatch.setattr(Client, "_compute", into_one_slot)
+    assert shows(sharing_memory)
+
+
+def test_weights_that_are_overwritten_while_they_count_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next version is written over the one that workers compute on, before its step is closed."""
+    accept = Server._accept
+
+    def write_early(self: Server, action: Accept, payload: Bytes | None) -> None:
+        accept(self, action, payload)
+        self._current[:8] = 0
+
+    monkeypatch.setattr(Server, "_accept", write_early)
+    assert shows(sharing_memory)

@@ -26,6 +26,8 @@ class Wire:
         self.followed: list[tuple[Any, ...]] = []
         self.did: list[str] = []
         self.room = 10**9
+        self.memory: Any = None
+        self.published: Any = None
 
     def receive(self, timeout_s: float) -> Arrival | None:
         return self.inbox.pop(0) if self.inbox else None
@@ -40,8 +42,14 @@ class Wire:
         self.pushed.append((contribution, payload.tobytes()))
         return True
 
-    def follow(self, *told: Any) -> None:
-        self.followed.append(told)
+    def follow(self, welcome: Welcome, *told: Any) -> None:
+        self.followed.append((welcome.member, *told))
+
+    def lent(self) -> Any:
+        return self.memory
+
+    def around(self, payload: Any, before_bytes: int, size_bytes: int) -> Any:
+        return self.published
 
     def forsake(self) -> None:
         self.did.append("forsake")
@@ -56,14 +64,16 @@ class Orders:
     def __init__(self) -> None:
         self.computed: list[tuple[int, int, tuple[Node, ...]]] = []
         self.buffers: list[Any] = []
+        self.places: dict[Node, Any] = {}
         self.did: list[str] = []
         self.prefetched: list[tuple[int, tuple[Node, ...]]] = []
 
     def prepare(self, welcome: Welcome) -> None:
         self.did.append("prepare")
 
-    def compute(self, session: int, version: int, buffer: Any, nodes: tuple[Node, ...]) -> None:
-        self.computed.append((session, version, nodes))
+    def compute(self, session: int, version: int, buffer: Any, nodes: dict[Node, Any]) -> None:
+        self.computed.append((session, version, tuple(nodes)))
+        self.places.update(nodes)
         self.buffers.append(buffer)
 
     def prefetch(self, version: int, nodes: tuple[Node, ...]) -> None:
@@ -74,8 +84,9 @@ class Orders:
 
 
 class Worker:
-    def __init__(self) -> None:
+    def __init__(self, memory: Any = None) -> None:
         self.wire, self.orders, self.notes, self.now = Wire(), Orders(), [], 0.0  # type: ignore[var-annotated]
+        self.wire.memory = memory
         machine = Machine(Hello("w0", "lab", 1, 1, {}), address="tcp://ps:1", connect_timeout_s=60.0, now=0.0)
         self.client = Client(machine, self.wire, note=self.notes.append, clock=lambda: self.now)
         self.client.attach(self.orders)
@@ -112,6 +123,27 @@ class Worker:
 
 def test_data_sockets_are_dialled_at_the_host_that_was_reached() -> None:
     assert Worker().wire.followed == [(1, "tcp://ps:2", "tcp://ps:3", 64)]
+
+
+def test_weights_in_memory_of_the_server_are_used_where_they_lie_and_never_written() -> None:
+    worker = Worker()
+    published = LAYOUT.pack([np.full(40, 5.0, np.float32)])
+    published.setflags(write=False)
+    worker.wire.published = published
+    worker.weights(0, (0, 4), value=5.0)
+    (buffer,) = worker.orders.buffers
+    assert buffer is published and (LAYOUT.views(buffer)[0] == 5).all()
+
+
+def test_gradients_are_made_in_lent_memory_as_far_as_it_goes_and_again_in_the_next_version() -> None:
+    memory = np.zeros(2 * LAYOUT.size_bytes, np.uint8)
+    worker = Worker(memory)
+    worker.weights(0, (0, 1), (1, 2), (2, 4))
+    places = [place for place in worker.orders.places.values() if place is not None]
+    assert len(places) == 2 and not np.shares_memory(*places)
+    assert all(np.shares_memory(place, memory) and place.nbytes == LAYOUT.size_bytes for place in places)
+    worker.weights(1, (0, 4))
+    assert np.shares_memory(worker.orders.places[0, 4], memory)
 
 
 def test_weights_are_copied_once_into_memory_that_no_later_version_uses() -> None:

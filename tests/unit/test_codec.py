@@ -24,6 +24,7 @@ BASIC: dict[Any, st.SearchStrategy[Any]] = {
     float: st.floats(allow_nan=False),
     str: st.text(st.characters(codec="utf-8"), max_size=20),
     bool: st.booleans(),
+    bytes: st.binary(max_size=20),
     type(None): st.none(),
 }
 

@@ -32,13 +32,13 @@ class Gradients:
     def load(self, buffer: Bytes) -> None:
         self.did.append(f"load {LAYOUT.views(buffer)[0][0]:g}")
 
-    def shard(self, version: int, shard: int) -> ShardSum:
+    def shard(self, version: int, shard: int, into: Bytes | None = None) -> ShardSum:
         self.started.set()
         assert self.go.wait(LIMIT_S)
         self.did.append(f"shard {shard} of {version}")
         if shard == 13:
             raise ZeroDivisionError("unlucky")
-        buffer = LAYOUT.pack([np.full(3, shard, np.float32)])
+        buffer = LAYOUT.pack([np.full(3, shard, np.float32)], into)
         return ShardSum(buffer, shard + 1, {"loss": float(shard)})
 
     def prefetch(self, version: int, shards: list[int]) -> None:
@@ -77,7 +77,7 @@ def weights(value: float) -> Bytes:
 
 
 def test_each_node_is_reported_as_soon_as_it_is_summed(loop: Loop, gradients: Gradients) -> None:
-    loop.executor.compute(7, 4, weights(0.5), ((0, 4), (6, 7)))
+    loop.executor.compute(7, 4, weights(0.5), dict.fromkeys(((0, 4), (6, 7))))
     (first, four), (second, one) = loop.next(), loop.next()
     assert (first, second) == (Computed(7, 4, (0, 4)), Computed(7, 4, (6, 7)))
     assert four is not None and one is not None
@@ -91,15 +91,15 @@ def test_the_batches_of_the_next_step_are_made_only_when_there_is_nothing_else_t
 ) -> None:
     gradients.go.clear()
     buffer = weights(0)
-    loop.executor.compute(7, 4, buffer, ((0, 1),))
+    loop.executor.compute(7, 4, buffer, dict.fromkeys(((0, 1),)))
     assert gradients.started.wait(LIMIT_S)
     loop.executor.prefetch(5, ((0, 1),))
-    loop.executor.compute(7, 4, buffer, ((1, 2), (3, 4)))
+    loop.executor.compute(7, 4, buffer, dict.fromkeys(((1, 2), (3, 4))))
     gradients.go.set()
     loop.executor.prepare(WELCOME)
     assert [type(loop.next()[0]) for _ in range(4)] == [Computed, Computed, Computed, Prepared]
     assert [did for did in gradients.did if did.startswith("prefetch")] == []
-    loop.executor.compute(7, 5, buffer, ((0, 2), (3, 4)))
+    loop.executor.compute(7, 5, buffer, dict.fromkeys(((0, 2), (3, 4))))
     loop.executor.prefetch(6, ((0, 2), (3, 4)))
     assert gradients.prefetched.wait(LIMIT_S)
     assert gradients.did[-1] == "prefetch [0, 1, 3] of 6"
@@ -107,9 +107,9 @@ def test_the_batches_of_the_next_step_are_made_only_when_there_is_nothing_else_t
 
 def test_newer_weights_void_older_work_after_the_shard_that_is_being_computed(loop: Loop, gradients: Gradients) -> None:
     gradients.go.clear()
-    loop.executor.compute(7, 0, weights(0), ((0, 4),))
+    loop.executor.compute(7, 0, weights(0), dict.fromkeys(((0, 4),)))
     assert gradients.started.wait(LIMIT_S)
-    loop.executor.compute(7, 1, weights(1), ((2, 3),))
+    loop.executor.compute(7, 1, weights(1), dict.fromkeys(((2, 3),)))
     gradients.go.set()
     assert loop.next()[0] == Computed(7, 1, (2, 3))
     assert [did for did in gradients.did if did.startswith("shard")] == ["shard 0 of 0", "shard 2 of 1"]
@@ -118,8 +118,8 @@ def test_newer_weights_void_older_work_after_the_shard_that_is_being_computed(lo
 def test_more_of_the_same_version_voids_nothing(loop: Loop, gradients: Gradients) -> None:
     gradients.go.clear()
     buffer = weights(0)
-    loop.executor.compute(7, 0, buffer, ((0, 2),))
-    loop.executor.compute(7, 0, buffer, ((2, 3),))
+    loop.executor.compute(7, 0, buffer, dict.fromkeys(((0, 2),)))
+    loop.executor.compute(7, 0, buffer, dict.fromkeys(((2, 3),)))
     gradients.go.set()
     assert [loop.next()[0] for _ in range(2)] == [Computed(7, 0, (0, 2)), Computed(7, 0, (2, 3))]
     assert gradients.did.count("load 0") == 1
@@ -127,7 +127,7 @@ def test_more_of_the_same_version_voids_nothing(loop: Loop, gradients: Gradients
 
 def test_what_is_cancelled_is_not_reported(loop: Loop, gradients: Gradients) -> None:
     gradients.go.clear()
-    loop.executor.compute(7, 0, weights(0), ((0, 2), (2, 4)))
+    loop.executor.compute(7, 0, weights(0), dict.fromkeys(((0, 2), (2, 4))))
     assert gradients.started.wait(LIMIT_S)
     loop.executor.cancel()
     gradients.go.set()
@@ -136,15 +136,15 @@ def test_what_is_cancelled_is_not_reported(loop: Loop, gradients: Gradients) -> 
 
 
 def test_the_same_version_of_another_session_is_loaded_anew(loop: Loop, gradients: Gradients) -> None:
-    loop.executor.compute(7, 0, weights(1), ((0, 1),))
+    loop.executor.compute(7, 0, weights(1), dict.fromkeys(((0, 1),)))
     loop.next()
-    loop.executor.compute(8, 0, weights(2), ((0, 1),))
+    loop.executor.compute(8, 0, weights(2), dict.fromkeys(((0, 1),)))
     loop.next()
     assert [did for did in gradients.did if did.startswith("load")] == ["load 1", "load 2"]
 
 
 def test_an_error_in_the_users_code_is_told(loop: Loop) -> None:
-    loop.executor.compute(7, 0, weights(0), ((13, 14),))
+    loop.executor.compute(7, 0, weights(0), dict.fromkeys(((13, 14),)))
     assert loop.next() == (Unable("told: unlucky"), None)
 
 
@@ -164,3 +164,12 @@ def test_waiting_is_the_time_between_a_result_and_the_next_version() -> None:
     assert (first.waited_s, first.computed_s) == (math.inf, 1.0), "there was nothing before"
     assert (second.waited_s, second.computed_s) == (0.5, 1.5)
     assert third.waited_s == math.inf, "versions were skipped in between"
+
+
+def test_a_sum_is_made_in_the_memory_that_was_given_for_its_node(loop: Loop) -> None:
+    places = {(0, 4): LAYOUT.empty(), (6, 7): LAYOUT.empty()}
+    loop.executor.compute(7, 4, weights(0.5), dict(places))
+    for place in places.values():
+        _, result = loop.next()
+        assert result is not None and result.total.buffer is place
+    assert [LAYOUT.views(place)[0][0] for place in places.values()] == [0 + 1 + 2 + 3, 6]

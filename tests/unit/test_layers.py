@@ -25,6 +25,7 @@ THIRD_PARTY = {  # msgspec may be used anywhere, numpy wherever JAX may; all oth
     "bus.finite": {"numpy"},
     "bus.layout": {"numpy"},
     "bus.memory": {"numpy"},
+    "bus.shm": {"numpy"},
     "bus.sockets": {"zmq"},
     "ps.checkpoint": {"numpy", "safetensors", "ml_dtypes"},
     "ps.history": {"numpy"},

@@ -14,6 +14,7 @@ import pytest
 from cluster import BUCKET_BYTES, LAYOUT, MemorySaver, ToyGradients, ToyUpdater, Witness, reference
 
 from bus import sockets
+from bus.layout import Bytes
 from bus.messages import Fetch, Hello, Left, Weights
 from bus.settings import BusSettings
 from bus.sockets import ServerSockets, WorkerSockets
@@ -64,9 +65,9 @@ class Gradients(ToyGradients):
         super().__init__(frozenset())
         self.hold = hold
 
-    def shard(self, version: int, shard: int) -> ShardSum:
+    def shard(self, version: int, shard: int, into: Bytes | None = None) -> ShardSum:
         self.hold()
-        return super().shard(version, shard)
+        return super().shard(version, shard, into)
 
 
 class Worker(threading.Thread):

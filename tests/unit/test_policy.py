@@ -100,6 +100,18 @@ def test_without_an_evaluator_nothing_is_evaluated():
     assert summary(policy) == ("done", 0)
 
 
+def test_after_a_life_that_was_long_enough_the_delays_begin_anew():
+    policy = begun(workers=1, restarts=9)
+    now, delays = 10.0, []
+    for lived_s in (2, 2, 7, 2):
+        (blame,) = feed(policy, Ended("w0", -9), now=now)
+        delays.append(int(blame.answer.split()[3]))
+        now += delays[-1]
+        feed(policy, Tick(), now=now)
+        now += lived_s
+    assert delays == [1, 2, 3, 1]
+
+
 @pytest.mark.parametrize("code", [1, 3, -9, -11, 0])
 def test_a_dead_worker_is_started_again_later_and_later(code):
     policy = begun(workers=1, restarts=3)
@@ -110,7 +122,7 @@ def test_a_dead_worker_is_started_again_later_and_later(code):
         assert feed(policy, Tick(), now=now + delay_s - 0.1) == []
         assert policy.wake_at == now + delay_s
         assert feed(policy, Tick(), now=now + delay_s) == [Start("w0")]
-        now += 10
+        now += delay_s + 2
     blame, ask = feed(policy, Ended("w0", code), now=now)
     assert "left out after 3 restarts" in blame.answer
     assert ask == Ask("ps")

@@ -12,12 +12,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
 
 from bus import codec, sockets
-from bus.codec import Bytes
+from bus.codec import Bytes, Place
 from bus.endpoints import parse
 from bus.errors import EndpointError
 from bus.layout import Layout
@@ -30,10 +31,12 @@ from bus.messages import (
     Malformed,
     Plan,
     Ready,
+    Segment,
     Serving,
     Stop,
     Subscribed,
     Weights,
+    Welcome,
 )
 from bus.settings import BusSettings
 from bus.sockets import CONTROL_LIMIT_BYTES, ObserverSockets, ServerSockets, WorkerSockets
@@ -89,8 +92,12 @@ def receive(transport: Any, kind: type[Any]) -> Arrival:
 
 
 def join(server: ServerSockets, worker: WorkerSockets, member: int = 1) -> None:
-    worker.follow(member, server.gradients, server.weights, BUCKET_BYTES)
+    worker.follow(welcome(member), server.gradients, server.weights, BUCKET_BYTES)
     assert receive(server, Subscribed).message == Subscribed(member)
+
+
+def welcome(member: int, *segments: Segment | None) -> Welcome:
+    return Welcome(7, member, 0, "{}", (), BUCKET_BYTES, "", "", 1.0, 10.0, *segments)
 
 
 def pattern(size: int, seed: int = 0) -> Bytes:
@@ -207,7 +214,7 @@ def test_the_word_that_all_is_subscribed_arrives_last(raw: Raw) -> None:
     puller.bind("tcp://127.0.0.1:*")
     addresses = [each.getsockopt_string(zmq.LAST_ENDPOINT) for each in (puller, publisher)]
     with WorkerSockets(addresses[0], SETTINGS) as worker:
-        worker.follow(12, *addresses, BUCKET_BYTES)
+        worker.follow(welcome(12), *addresses, BUCKET_BYTES)
         topics = []
         for _ in range(4):
             assert publisher.poll(int(LIMIT_S * 1000))
@@ -311,7 +318,7 @@ def test_nothing_blocks_while_there_is_no_server() -> None:
         assert worker.push(gradient(), pattern(100)) is False, "not welcome yet"
         for _ in range(300):
             worker.send(HELLO)
-        worker.follow(1, nowhere, nowhere, BUCKET_BYTES)
+        worker.follow(welcome(1), nowhere, nowhere, BUCKET_BYTES)
         assert worker.push(gradient(), pattern(100)) is False
         assert worker.receive(0.0) is None
         worker.forsake()
@@ -626,7 +633,7 @@ def test_a_worker_survives_nonsense_too(raw: Raw) -> None:
             fakes["control"].send_multipart([peer, *frames])
             malformed = receive(worker, Malformed).message
             assert isinstance(malformed, Malformed) and malformed.socket == "control"
-        worker.follow(1, address["gradients"], address["weights"], BUCKET_BYTES)
+        worker.follow(welcome(1), address["gradients"], address["weights"], BUCKET_BYTES)
         for _ in range(4):
             assert fakes["weights"].poll(int(LIMIT_S * 1000))
             fakes["weights"].recv()
@@ -634,3 +641,99 @@ def test_a_worker_survives_nonsense_too(raw: Raw) -> None:
             fakes["weights"].send_multipart(frames)
             malformed = receive(worker, Malformed).message
             assert isinstance(malformed, Malformed) and malformed.socket == "weights"
+
+
+# Shared memory
+
+
+def sharing(server: ServerSockets, worker: WorkerSockets, member: int = 1) -> tuple[Bytes, Bytes]:
+    """Memory of the server, and what it lends to the worker, who has joined."""
+    shared = server.share(2 * BUCKET_BYTES)
+    server.lend(member, 2 * BUCKET_BYTES)
+    worker.follow(welcome(member, *server.describe(member)), server.gradients, server.weights, BUCKET_BYTES)
+    receive(server, Subscribed)
+    lent = worker.lent()
+    assert lent is not None
+    return shared, lent
+
+
+def test_on_one_host_only_notices_travel(server: ServerSockets, worker: WorkerSockets) -> None:
+    shared, lent = sharing(server, worker)
+    shared[64:128] = 7
+    server.publish(weights(1), shared[64:128])
+    arrival = receive(worker, Weights)
+    assert (arrival.payload == 7).all() and not arrival.payload.flags.writeable
+    shared[64:128] = 8
+    assert (arrival.payload == 8).all(), "it is the same memory"
+    around = worker.around(arrival.payload, 64, 256)
+    assert around is not None and (around[64:128] == 8).all() and not around[:64].any()
+
+    lent[:64] = 5
+    assert worker.push(gradient(1), lent[:64])
+    arrival = receive(server, Contribution)
+    lent[:64] = 6
+    assert (arrival.payload == 6).all()
+
+
+def test_what_is_not_in_shared_memory_travels(server: ServerSockets, worker: WorkerSockets) -> None:
+    sharing(server, worker)
+    assert worker.push(gradient(1), pattern(64))
+    assert receive(server, Contribution).payload.tobytes() == pattern(64).tobytes()
+
+
+def test_who_cannot_share_gets_weights_all_the_same(server: ServerSockets, worker: WorkerSockets) -> None:
+    shared, _ = sharing(server, worker)
+    with WorkerSockets(server.control, SETTINGS) as other:
+        other.follow(welcome(2, None, None), server.gradients, server.weights, BUCKET_BYTES)
+        receive(server, Subscribed)
+        shared[:64] = 3
+        server.publish(weights(1), shared[:64])
+        for each in (worker, other):
+            assert (receive(each, Weights).payload == 3).all()
+        assert other.lent() is None and worker.lent() is not None
+
+
+@pytest.mark.parametrize("side", ["server", "worker"])
+def test_shared_memory_can_be_switched_off_on_either_side(side: str) -> None:
+    off = msgspec.structs.replace(SETTINGS, shared_memory=False)
+    with (
+        ServerSockets(off if side == "server" else SETTINGS, bucket_bytes=BUCKET_BYTES, buckets=BUCKETS) as server,
+        WorkerSockets(server.control, off if side == "worker" else SETTINGS) as worker,
+    ):
+        shared = server.share(BUCKET_BYTES)
+        server.lend(1, BUCKET_BYTES)
+        worker.follow(welcome(1, *server.describe(1)), server.gradients, server.weights, BUCKET_BYTES)
+        receive(server, Subscribed)
+        assert worker.lent() is None
+        server.publish(weights(1), shared[:64])
+        assert receive(worker, Weights).payload.nbytes == 64
+
+
+def test_a_place_where_no_memory_is_is_refused_on_every_socket(
+    server: ServerSockets, worker: WorkerSockets, raw: Raw
+) -> None:
+    sharing(server, worker)
+    for address, kind, route in ((server.gradients, zmq.PUSH, []), (server.control, zmq.DEALER, [])):
+        for member, place in ((1, (0, 1 << 40)), (1, (-64, 64)), (9, (0, 64))):
+            peer = raw(kind)
+            peer.connect(address)
+            message = msgspec.structs.replace(gradient(1), member=member)
+            peer.send_multipart([*route, *codec.encode_placed(message, Place(*place))])
+            assert "where no shared memory is" in receive(server, Malformed).message.reason
+    peer = raw(zmq.PUSH)
+    peer.connect(server.gradients)
+    peer.send_multipart([codec.PLACED_GRADIENT, codec.encode(gradient(1))[1], b"nonsense"])
+    assert "its place" in receive(server, Malformed).message.reason
+
+
+def test_what_a_member_wrote_stays_readable_when_it_is_gone(server: ServerSockets, worker: WorkerSockets) -> None:
+    _, lent = sharing(server, worker)
+    lent[:64] = 5
+    worker.push(gradient(1), lent[:64])
+    payload = receive(server, Contribution).payload
+    server.reclaim(1)
+    worker.forsake()
+    del lent
+    gc.collect()
+    assert (payload == 5).all()
+    assert server.describe(1) == (None, None)
