@@ -38,11 +38,12 @@ def rounds_of(ends: Sequence[Sequence[float]], warm_up: int) -> list[float]:
 
 @dataclass
 class Results:
-    """``cells`` by workers, size and contender."""
+    """``cells`` by workers, size and contender. ``load`` is that of the machine before anything was started."""
 
     sizes: list[str]
     contenders: dict[str, str]
     seconds: float = 0.0
+    load: float = field(default_factory=lambda: os.getloadavg()[0])
     cells: dict[tuple[int, str, str], Cell] = field(default_factory=dict)
 
     def cell(self, workers: int, size: str, contender: str) -> Cell:
@@ -52,7 +53,7 @@ class Results:
         parts = [
             "# A synchronous round: median in ms (quartiles)",
             f"{machine()}; {', '.join(f'{name} {found}' for name, found in versions().items())}; "
-            f"{self.seconds:.0f} s in all.",
+            f"load {self.load:.1f} before; {self.seconds:.0f} s in all.",
         ]
         for workers in sorted({key[0] for key in self.cells}):
             rows = [self._row(workers, name) for name in self.contenders]
@@ -77,7 +78,8 @@ class Results:
             if len(cell.rounds) > 1:
                 row |= dict(zip(("first_quartile_s", "median_s", "third_quartile_s"), cell.quartiles(), strict=True))
             rows.append(row)
-        return {"machine": machine(), "versions": versions(), "seconds": self.seconds, "cells": rows}
+        facts = {"machine": machine(), "versions": versions(), "load_before": self.load, "seconds": self.seconds}
+        return {**facts, "cells": rows}
 
 
 def _shown(cell: Cell) -> str:
@@ -111,8 +113,7 @@ def _table(rows: list[list[str]]) -> str:
 def machine() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     model = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
-    load = os.getloadavg()[0]
-    return f"{os.cpu_count()} cores, {model}, {platform.system()} {platform.release()}, load {load:.1f} at the end"
+    return f"{os.cpu_count()} cores, {model}, {platform.system()} {platform.release()}"
 
 
 def versions() -> dict[str, str]:
