@@ -30,7 +30,11 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that everything is ended
     chosen = {name: CONTENDERS[name] for name in options.contenders}
     if options.profile:
-        profile(options.profile, chosen, options.workers, options.sizes)
+        try:
+            profile(options.profile, chosen, options.workers, options.sizes)
+        except LinkError as error:
+            _say(f"failed: {error}")
+            return 1
         return 0
     results = Results(options.sizes, {name: contender.what for name, contender in chosen.items()})
     began = time.monotonic()
@@ -97,7 +101,7 @@ class Field:
         if name not in self.teams:
             return []
         try:
-            return rounds_of(self.teams[name].block(SIZES_BYTES[size], rounds + warm_up, None), warm_up)
+            return rounds_of(self.teams[name].block(SIZES_BYTES[size], rounds + warm_up), warm_up)
         except LinkError as error:
             self._out(name, f"failed: {error}; {self.teams[name].last_words()}")
             return []
