@@ -1,14 +1,15 @@
 """Options, and the order of things.
 
 For each number of workers all contenders are started, and then stay. A trial is one block of rounds of each contender
-in turn, payload by payload, so that whatever else the machine does meets all of them. A first round of each says how
-many fit into a block. No trial is begun that would end after the limit.
+in turn, payload by payload, so that whatever else the machine does meets all of them. What a round took says how many
+fit into the next block; at first, a few are done to know. No trial is begun that would end after the limit.
 """
 
 import argparse
 import contextlib
 import json
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from bench.team import Team
 
 BLOCK_S = 0.35  # the rounds of a block, by estimate
 FEWEST, MOST = 3, 400  # rounds of a block
+PROBE_ROUNDS, LARGE_BYTES = 5, 10_000_000  # of a large payload one round is enough to know
 
 
 def main() -> int:
@@ -73,7 +75,13 @@ def _options() -> argparse.Namespace:
         help=",".join(CONTENDERS))  # fmt: skip
     add("--rounds", default="auto", metavar="N", help="of a block; default: what fits into its time")
     add("--trials", type=int, default=5, metavar="N", help="at most; fewer where the limit is met (default: 5)")
-    add("--limit", type=float, default=540, metavar="SECONDS", help="for everything (default: 540)")
+    add(
+        "--limit",
+        type=float,
+        default=480,
+        metavar="SECONDS",
+        help="for everything, but for what has begun (default: 480)",
+    )
     add("--json", type=Path, metavar="FILE", help="every round, and the statistics")
     add("--profile", type=Path, metavar="FOLDER", help="profile the hub and a worker instead; stacks go to FOLDER")
     return parser.parse_args()
@@ -131,21 +139,25 @@ def _measure(
                 if time.monotonic() > deadline:
                     return
                 if not trial:
-                    rounds |= {(size, name): _fitting(options.rounds, field.block(name, size, 1, 1)) for name in chosen}
+                    probe = 1 if SIZES_BYTES[size] > LARGE_BYTES else PROBE_ROUNDS
+                    rounds |= {
+                        (size, name): _fitting(options.rounds, field.block(name, size, probe, 1)) for name in chosen
+                    }
                 for name in chosen:
                     count = rounds[size, name]
                     measured = field.block(name, size, count, 1 + count // 10)
                     if measured:
                         results.cell(workers, size, name).trials.append(measured)
+                        rounds[size, name] = _fitting(options.rounds, measured)
             trial_s = time.monotonic() - began
             _say(f"{workers} workers, trial {trial + 1}: {trial_s:.0f} s")
 
 
-def _fitting(rounds: str, probe: list[float]) -> int:
-    """How many rounds to do in a block, by what the one of the probe took."""
+def _fitting(rounds: str, before: list[float]) -> int:
+    """How many rounds to do in a block, by what those of the block before took."""
     if rounds != "auto":
         return max(int(rounds), FEWEST)
-    return max(FEWEST, min(MOST, int(BLOCK_S / probe[0]))) if probe else FEWEST
+    return max(FEWEST, min(MOST, int(BLOCK_S / statistics.median(before)))) if before else FEWEST
 
 
 def _say(text: str) -> None:
