@@ -80,7 +80,7 @@ def _options() -> argparse.Namespace:
         type=float,
         default=480,
         metavar="SECONDS",
-        help="for everything, but for what has begun (default: 480)",
+        help="for all but what has begun (default: 480)",
     )
     add("--json", type=Path, metavar="FILE", help="every round, and the statistics")
     add("--profile", type=Path, metavar="FOLDER", help="profile the hub and a worker instead; stacks go to FOLDER")
@@ -116,7 +116,9 @@ class Field:
 
     def _out(self, name: str, why: str) -> None:
         _say(f"{name}: {why}")
-        self.teams.pop(name, None)
+        team = self.teams.pop(name, None)
+        if team:
+            team.end()  # at once: what is left of it may be busy
         for size in self._results.sizes:
             self._results.cell(self._workers, size, name).trouble = why
 
