@@ -43,6 +43,9 @@ chaos: $(DEV) ## a real cluster under random kills: [CONFIG=file.yaml] [ARGS="tr
 recovery: $(DEV) ## how long a run takes to get over kills, stops, late and slow workers: [ARGS="--trials 10"]
 	@exec $(BIN)/python scripts/recovery.py $(ARGS)
 
+bench: $(RUN) ## time a synchronous round beside other libraries: [ARGS="--workers 4 --sizes 4KB,45MB --json FILE"]
+	@exec $(BIN)/python scripts/bench.py $(ARGS)
+
 check: $(DEV) ## format, lint and types; changes nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
