@@ -63,6 +63,9 @@ def mpirun() -> str | None:
 
 
 CONTENDERS = {
+    "gradbus-shm": Contender(
+        "Gradbus in shared memory: the real loops, heartbeats, checks and SGD", "round_gradbus", "shm", hub=True
+    ),
     "gradbus-tcp": Contender(
         "Gradbus over TCP: the real loops, heartbeats, checks and SGD", "round_gradbus", "tcp", hub=True
     ),

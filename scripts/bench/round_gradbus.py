@@ -26,7 +26,7 @@ from ps.machine import Machine as ServerMachine
 from ps.machine import Rules
 from ps.server import Offer, Server
 from worker.client import Client
-from worker.executor import ShardSum, ThreadExecutor
+from worker.executor import Gradients, ShardSum, ThreadExecutor
 from worker.machine import Exit
 from worker.machine import Machine as WorkerMachine
 
@@ -36,7 +36,8 @@ SWITCH_INTERVAL_S = 0.0002  # as a worker's process has it
 
 # The settings of the bus for each path that there is; the rest follows from them.
 PATHS: dict[str, Callable[[], BusSettings]] = {
-    "tcp": lambda: BusSettings(bind="tcp://127.0.0.1:*"),
+    "shm": lambda: BusSettings(),
+    "tcp": lambda: BusSettings(shared_memory=False),
 }
 
 
@@ -146,8 +147,12 @@ class Given:
         compare = self.check.whole if len(self.ends) == self.block.rounds else self.check.few
         compare(self.layout.views(buffer)[0], -RATE * (version - odd), -RATE * odd)
 
-    def shard(self, version: int, shard: int) -> ShardSum:
-        return ShardSum(self.mine[version & 1].view(np.uint8), 1, {"loss": 0.0})
+    def shard(self, version: int, shard: int, into: Bytes | None = None) -> ShardSum:
+        """Into memory that is shared it is copied, once, as a real gradient is from where JAX leaves it."""
+        gradient = self.mine[version & 1].view(np.uint8)
+        if into is not None:
+            into[...] = gradient
+        return ShardSum(gradient if into is None else into, 1, {"loss": 0.0})
 
     def prefetch(self, version: int, shards: list[int]) -> None: ...
 
@@ -162,7 +167,7 @@ class Worker:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._executor = ThreadExecutor(self._build, self._post, repr)
 
-    def _build(self, welcome: Welcome) -> Given:
+    def _build(self, welcome: Welcome) -> Gradients:
         assert self._given is not None
         return self._given
 
