@@ -10,6 +10,7 @@ import math
 import secrets
 import socket
 import time
+from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
@@ -83,29 +84,29 @@ class _Sockets:
         self._settings = settings
         self._poller = zmq.Poller()
         self._open: list[zmq.Socket[bytes]] = []
-        self._inboxes: list[tuple[str, zmq.Socket[bytes]]] = []
-        self._turn = 0
+        self._names: dict[zmq.Socket[bytes], str] = {}  # of the sockets that are received from
+        self._ready: deque[zmq.Socket[bytes]] = deque()  # those that had something at the last poll
         self.waker = Waker()
         self.waker.watch(self._poller)
 
     def receive(self, timeout_s: float) -> Arrival | None:
-        arrival = self._next()
-        if arrival is None and self._poller.poll(max(0, math.ceil(timeout_s * 1000))):
-            self.waker.drain()
-            arrival = self._next()
-        return arrival
+        if not self._ready:
+            for each, _ in self._poller.poll(max(0, math.ceil(timeout_s * 1000))):
+                if each in self._names:
+                    self._ready.append(each)
+                else:
+                    self.waker.drain()
+        return self._next()
 
     def _next(self) -> Arrival | None:
-        """One message from the next socket in turn that has any, so that no socket starves another."""
-        count = len(self._inboxes)
-        for position in range(self._turn, self._turn + count):
-            name, inbox = self._inboxes[position % count]
+        """One message from each socket that had any, then a new look at all: no socket starves another."""
+        while self._ready:
+            inbox = self._ready.popleft()
             try:
-                frames = inbox.recv_multipart(zmq.DONTWAIT, copy=False)
+                frames = _receive(inbox)
             except zmq.Again:
                 continue
-            self._turn = position + 1
-            return self._arrival(name, [frame.buffer for frame in frames])
+            return self._arrival(self._names[inbox], frames)
         return None
 
     def _arrival(self, name: str, frames: list[memoryview]) -> Arrival | None:
@@ -147,7 +148,7 @@ class _Sockets:
         return made
 
     def _listen(self, name: str, inbox: "zmq.Socket[bytes]") -> None:
-        self._inboxes.append((name, inbox))
+        self._names[inbox] = name
         self._poller.register(inbox, zmq.POLLIN)
 
     def _stamped(self, message: Message, payload: Payload) -> Message:
@@ -161,8 +162,9 @@ class _Sockets:
             if each is not None and not each.closed:
                 if each in self._poller:
                     self._poller.unregister(each)
+                self._names.pop(each, None)
                 each.close()
-        self._inboxes = [(name, inbox) for name, inbox in self._inboxes if not inbox.closed]
+        self._ready = deque(each for each in self._ready if not each.closed)
         self._open = [each for each in self._open if not each.closed]
 
     def close(self, *, linger: bool = True) -> None:
@@ -377,6 +379,18 @@ def _three(first: Endpoint) -> list[Endpoint]:
 def _connect(each: "zmq.Socket[bytes]", address: str) -> None:
     each.set(zmq.IPV6, int("[" in address))
     each.connect(address)
+
+
+def _receive(inbox: "zmq.Socket[bytes]") -> list[memoryview]:
+    """The frames of one message: small ones copied, which is cheaper, and a third and further ones where they lie.
+    Raises zmq.Again if there is none."""
+    frames = [memoryview(inbox.recv(zmq.DONTWAIT))]
+    while inbox.get(zmq.RCVMORE):
+        if len(frames) < 2:
+            frames.append(memoryview(inbox.recv()))
+        else:
+            frames.append(inbox.recv(copy=False).buffer)
+    return frames
 
 
 def _send_frames(target: "zmq.Socket[bytes]", frames: Sequence[bytes]) -> bool:

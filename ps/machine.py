@@ -12,6 +12,7 @@ is planned again among the others. Nothing here depends on who computes a shard,
 repeat.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -111,6 +112,7 @@ class Machine:
         self.idle_since: float | None = 0.0  # by the time spent listening, while too few are there to compute
         self.wake_at = now + rules.heartbeat_s
         self._heartbeat_at = now + rules.heartbeat_s
+        self._lost_at = math.inf  # when the first member will have been silent for too long, as of the last tick
         self._skipped_in_a_row = 0
         self._patience = Patience(rules.heartbeat_s)
         self._helping: set[int] = set()  # in the open step
@@ -425,6 +427,7 @@ class Machine:
             reason = f"not heard for {self.members.silent_s(member):.1f} s; last seen {member.doing}"
             actions.append(_changed("lost", member, reason))
             actions += self._after_loss(now)
+        self._lost_at = now + self.members.patience_s()
         if self.phase is Phase.LEAVING and self.deadline is not None and now >= self.deadline:
             names = ", ".join(str(member) for member in self.members.members.values())
             return [*actions, Note(f"ended without a goodbye from {names}"), *self._finish()]
@@ -461,7 +464,7 @@ class Machine:
         return Note(waiting_line(ready, wanted, self.members.members.values(), waited_s, left_s))
 
     def _set_wake(self, now: float) -> None:
-        wakes = [self._heartbeat_at, self.deadline]
+        wakes = [self._heartbeat_at, self._lost_at, self.deadline]
         if self.phase is Phase.OPEN:
             due = [self._patience.help_at if self.rules.balance else None, self._patience.tell_at]
             wakes += [now + at - self.members.listened_s for at in due if at is not None]

@@ -4,6 +4,7 @@ Silence is counted only while the PS was itself listening: a PS that was stopped
 blame its members for what it did not read.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from bus.messages import Hello
@@ -91,6 +92,11 @@ class Membership:
         for member in lost:
             del self.members[member.number]
         return lost
+
+    def patience_s(self) -> float:
+        """After so many seconds of listening the first of them will have been silent for too long."""
+        longest_s = max((self.silent_s(member) for member in self.members.values()), default=-math.inf)
+        return self.timeout_s - longest_s
 
     def plannable(self) -> list[int]:
         """Numbers of those who can compute, in order of joining."""

@@ -87,6 +87,7 @@ class Server:
         self._memory: Bytes = transport.share(2 * self._slot_bytes)
         self._slot = 0
         self._current = self._packed()
+        self._looked_at = 0.0  # at the clock
         self._stop_requested = False
         self._unsaved = ""  # why the newest checkpoint is not on disk
 
@@ -113,7 +114,10 @@ class Server:
             arrival = self._checked(arrival)
             actions = self.machine.handle(arrival.message, now=self._clock(), peer=arrival.peer)
             self._do(actions, arrival.payload)
-        self._do(self.machine.handle(Tick(), now=self._clock()))
+        now = self._clock()
+        if now >= self.machine.wake_at or now < self._looked_at:
+            self._do(self.machine.handle(Tick(), now=now))
+        self._looked_at = now
         self._hear_saver()
 
     @property

@@ -52,6 +52,7 @@ class Client:
         self.outcome: Exit | None = None
         self._transport, self._note, self._log, self._wake, self._clock = transport, note, log, wake, clock
         self._contributions = 0
+        self._looked_at = clock()
         self._log_at = clock() + LOG_EVERY_S
         self._executor: Executor | None = None
         self._events: queue.SimpleQueue[tuple[Event, Result | None]] = queue.SimpleQueue()
@@ -102,10 +103,13 @@ class Client:
         if arrival is not None:
             arrival = self._checked(arrival)
             self._do(arrival.message, arrival.payload)
-        self._do(Tick())
+        now = self._clock()
+        if now >= self.machine.wake_at or now < self._looked_at:
+            self._do(Tick())
+        self._looked_at = now
         self._flush()
-        if self._clock() >= self._log_at:
-            self._log_at = self._clock() + LOG_EVERY_S
+        if now >= self._log_at:
+            self._log_at = now + LOG_EVERY_S
             self._log(f"{self.machine.doing}; {self._contributions} contributions so far")
 
     def _take(self, event: Event, result: Result | None) -> None:
