@@ -8,7 +8,7 @@ RUN    := $(VENV)/.ready-run
 DEV    := $(VENV)/.ready-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cluster ps worker experiment test test-all sim chaos recovery soak check fmt clean
+.PHONY: help setup cluster ps worker experiment test test-all sim chaos recovery soak bench check fmt clean
 
 help: ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

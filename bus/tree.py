@@ -15,13 +15,18 @@ Two nodes are nested or disjoint, so a sum over the tree depends only on what it
 them or in which order they arrived: floating-point addition commutes, and the tree fixes the grouping.
 """
 
+from functools import lru_cache
+
 Node = tuple[int, int]
+
+CACHED = 1 << 12  # answers of each kind: the same few nodes are asked for in every step
 
 
 def root(shards: int) -> Node:
     return (0, shards)
 
 
+@lru_cache(CACHED)
 def is_node(node: Node, shards: int) -> bool:
     """Whether ``node`` is a node of the tree over ``shards`` shards."""
     low, high = node
@@ -31,6 +36,7 @@ def is_node(node: Node, shards: int) -> bool:
     return low % size == 0 and high == min(low + size, shards)
 
 
+@lru_cache(CACHED)
 def parent(node: Node, shards: int) -> Node:
     """The smallest node that is larger than ``node``; the root is its own parent."""
     low, high = node
@@ -42,6 +48,7 @@ def parent(node: Node, shards: int) -> Node:
     return (low, high)
 
 
+@lru_cache(CACHED)
 def children(node: Node) -> tuple[Node, Node]:
     """The two nodes whose sum is ``node``. ``node`` must hold more than one shard."""
     low, high = node
@@ -49,6 +56,7 @@ def children(node: Node) -> tuple[Node, Node]:
     return (low, middle), (middle, high)
 
 
+@lru_cache(CACHED)
 def sibling(node: Node, shards: int) -> Node:
     """The node that is added to ``node`` to make its parent. ``node`` must not be the root."""
     left, right = children(parent(node, shards))

@@ -15,9 +15,12 @@ pytestmark = pytest.mark.cluster
 def test_any_number_of_workers_has_the_bits_of_the_plain_loop_and_so_has_a_resumed_run(place, plain_loop):
     expected = plain_loop("digits", 60, 128, 4)
     experiment = ("workload=digits", "optimizer.learning_rate=1e-3", "eval.enabled=false")
-    for workers in (1, 2, 3, 4):
+    for workers, shared in ((1, True), (2, True), (3, True), (4, True), (3, False)):
         # All take part, so that the sums are really put together from so many processes.
-        run = place.run("cluster", *experiment, "train.steps=60", f"cluster.min_workers={workers}", "-n", workers)
+        path = f"bus.shared_memory={str(shared).lower()}"
+        run = place.run("cluster", *experiment, path, "train.steps=60", f"cluster.min_workers={workers}", "-n", workers)
+        said = "memory is shared with the parameter server" if shared else "gradients and weights go by TCP"
+        assert all(said in place.log(f"w{number}") for number in range(workers))
         assert run.popen.returncode == 0, run.output
         assert place.summary()["params_sha256"] == expected, f"{workers} workers"
         assert {member for row in run.rows("update") for *_, member in row["shards"]} == set(range(1, workers + 1))
