@@ -36,7 +36,7 @@ class Reducer:
         self._held: dict[tuple[int, Node], object] = {}  # bytes, or a pair of such
         self._total = layout.empty()
         self._sound = True  # every sum is within the limit
-        self._threads = threads or min(len(os.sched_getaffinity(0)), MOST_THREADS)
+        self._threads = threads or min(_cores(), MOST_THREADS)
         self._pool = ThreadPoolExecutor(self._threads - 1, "sum") if self._threads > 1 else None
 
     def begin(self) -> None:
@@ -95,6 +95,13 @@ class Reducer:
             if leaf.kind == "trainable"
         )
         return math.sqrt(sum(squares)) / examples if examples else 0.0
+
+
+def _cores() -> int:
+    """That this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _typed(held: object, dtype: np.dtype[np.generic]) -> object:

@@ -1,4 +1,4 @@
-"""Sums over the shard tree, in place: the bits of the reference, in full precision, weighted by examples."""
+"""Sums over the shard tree: the bits of the reference, in full precision, weighted by examples."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from bus import tree
 from bus.finite import GRADIENT_LIMIT
 from bus.layout import Bytes, gradient_layout
 from bus.messages import Contribution, Leaf, Node
-from ps.reduce import Reducer
+from ps.reduce import CHUNK_BYTES, Reducer
 from ps.rounds import Round, Taken
 
 LEAVES = [
@@ -183,3 +183,50 @@ def test_the_norm_of_large_gradients_that_are_allowed_is_a_number() -> None:
     reducer.hold(0, (0, 1), layout.pack([np.full(1000, 0.9 * GRADIENT_LIMIT, np.float32)]))
     assert reducer.trouble() == ""
     assert reducer.norm(1) == pytest.approx(0.9 * GRADIENT_LIMIT * 1000**0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("shards", [2, 5, 8])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_neither_chunks_nor_threads_show_in_the_bits_and_nothing_that_arrived_is_written(
+    shards: int, threads: int
+) -> None:
+    """Enough elements for several chunks for each thread, and a last one that is short."""
+    layout = gradient_layout([Leaf("['w']", "float32", (3 * CHUNK_BYTES + 1000,), "trainable")], 1 << 24)
+    rng = np.random.default_rng(shards)
+    arrived = [
+        layout.pack([(rng.standard_normal(layout.leaves[0].shape) * 10.0**shard).astype(np.float32)])
+        for shard in range(shards)
+    ]
+    for payload in arrived:
+        payload.setflags(write=False)
+
+    def total(node: Node) -> Any:
+        if node[1] - node[0] == 1:
+            return arrived[node[0]].view(np.float32)
+        left, right = (total(child) for child in tree.children(node))
+        return left + right
+
+    reducer, open_step = Reducer(layout, shards, threads), Round(0, shards, 1)
+    for shard in rng.permutation(shards):
+        node = (int(shard), int(shard) + 1)
+        taken = open_step.offer(Contribution(1, 1, 0, 0, *node, 1, {}))
+        assert isinstance(taken, Taken)
+        reducer.hold(0, node, arrived[shard])
+        for up in taken.sums:
+            reducer.add(0, up)
+    (found,) = reducer.sums()
+    assert found.tobytes() == total((0, shards)).tobytes()[: found.nbytes]
+    assert reducer.trouble() == ""
+
+
+def test_what_is_not_finite_is_found_in_the_last_element_of_the_last_chunk() -> None:
+    layout = gradient_layout([Leaf("['w']", "float32", (CHUNK_BYTES,), "trainable")], 1 << 24)
+    values = np.zeros(CHUNK_BYTES, np.float32)
+    reducer = Reducer(layout, 2, 2)
+    reducer.hold(0, (0, 1), layout.pack([values]))
+    values[-1] = np.nan
+    reducer.hold(0, (1, 2), layout.pack([values]))
+    reducer.add(0, (0, 2))
+    assert "['w'] is not finite" in reducer.trouble()
+    reducer.begin()
+    assert reducer.trouble() == ""
