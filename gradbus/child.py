@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gradbus.settings import Settings
 
 EXIT_FAILED, EXIT_USAGE, EXIT_NO_SERVER, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 3, 130, 143
-SWITCH_INTERVAL_S = 0.0002  # the loop of a worker must not wait for the computing thread to let go of the interpreter
+SWITCH_INTERVAL_S = 0.0002  # a loop must not wait for the thread that computes, or saves, to let go of the interpreter
 ORPHAN_GRACE_S = 10.0  # once the launcher is gone
 
 log = logging.getLogger("gradbus")
@@ -72,6 +72,7 @@ def _run_ps(options: argparse.Namespace, reporter: Reporter) -> int:
 
     run = RunFolder(options.run)
     settings = load(run.config)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     _set_threads(settings.train.threads, cpu=True)
     from gradbus.build import service
     from gradbus.injection import Injection
