@@ -92,7 +92,8 @@ def started(run, name, life=0):
 
 def test_a_run(run):
     witness = Witness()
-    result = supervise(run, witness, workers=2)
+    ps = [LISTENING, ["until", "second"], *PS[1:]]  # both workers are there before it ends
+    result = supervise(run, witness, workers=2, ps=[ps], w1=[[["touch", "second"], *WORKER]])
     assert (result.outcome.status, result.outcome.exit_code) == ("done", 0)
     assert result.finished["loss"] == 0.5
     assert result.evaluations[40]["eval"] == {"accuracy": 0.97}
