@@ -238,7 +238,7 @@ class Policy:
             return [] if self._ending else self._worker_ended(name, code, now)
         if name == EVAL and self._finished is not None and self._finished.version not in self._evaluated:
             return [Blame(name, code, self._reason(name, code), "the run has no final evaluation; try: gradbus eval")]
-        if name == EVALUATOR and not self._ending:
+        if name == EVALUATOR and not self._ending and code != 0:  # 0: the PS has told it that the run is over
             answer = "training goes on; the last version is evaluated at the end"
             return [Blame(name, code, self._reason(name, code), answer)]
         return []

@@ -436,3 +436,11 @@ def test_whatever_happens_it_ends(story):
                 follow(policy.handle(Ended(action.name, -9), now))
     assert policy.outcome is not None
     assert (policy.outcome.exit_code == 0) == (policy.outcome.status == "done")
+
+
+def test_an_evaluator_that_goes_in_good_order_before_the_ps_has_said_goodbye_is_no_failure():
+    """The PS may still be waiting for a member that was killed."""
+    policy = begun()
+    assert feed(policy, Ended("evaluator", 0)) == []
+    (blame,) = feed(begun(), Ended("evaluator", 1))
+    assert isinstance(blame, Blame)
