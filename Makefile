@@ -4,6 +4,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 UV     := $(shell command -v uv 2>/dev/null)
+# `make cluster train.steps=20`: a setting given to make itself is one of ours, if it is spelled like one.
+ARGS   ?= $(filter seed=% name=% workload=%,$(MAKEOVERRIDES)) \
+	$(foreach set,$(MAKEOVERRIDES),$(if $(findstring .,$(firstword $(subst =, ,$(set)))),$(set)))
 RUN    := $(VENV)/.ready-run
 DEV    := $(VENV)/.ready-dev
 

@@ -39,7 +39,7 @@ def parse(text: str, default_port: int | None = None) -> Endpoint:
         raise EndpointError(f"address {text!r}: an IPv6 address needs brackets, as in tcp://[::1]:{DEFAULT_PORT}")
     else:
         host, _, port_text = rest.partition(":")
-    if not host:
+    if not host or host.isdecimal():  # a number alone, which would be taken for an IP address
         raise EndpointError(f"address {text!r}: the host is missing; expected tcp://HOST:PORT")
     if port_text == "*":
         return Endpoint(host, None)

@@ -9,9 +9,11 @@ does the simulation.
     double gradient 12 from worker 1          drop gradient 12 from worker 1
 
 A version is that of a process: for the PS what it publishes, for a worker the weights that reach it; seconds count from
-the start of the process. What befalls a process happens once, even if it lives again; a slow worker and a NaN stay.
+the start of the process. `w2` is worker 2, too. What befalls a process or a message happens once, even if the process
+lives again; a slow worker and a NaN stay.
 """
 
+import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,9 +24,12 @@ from bus.transport import Arrival, Payload, Peer, ServerTransport, WorkerTranspo
 
 What = Literal["SIGKILL", "SIGSTOP", "SIGTERM", "clock", "slower", "prepares", "NaN", "drop", "double", "delay"]
 PS, ANYONE = "ps", ""
+_EXAMPLES = tuple(
+    form.strip() for line in (__doc__ or "").split("\n\n")[1].splitlines() for form in line.split("   ") if form
+)
 _NUMBER = r"(?P<{}>\d+(?:\.\d+)?)"
 _FORMS = tuple(
-    re.compile(form.format(who=r"(?P<who>ps|worker \S+?)", worker=r"worker (?P<worker>\S+)", **numbers))
+    re.compile(form.format(who=r"(?P<who>(?:worker )?\S+?)", worker=r"(?:worker )?(?P<worker>\S+)", **numbers))
     for numbers in [{name: _NUMBER.format(name) for name in ("amount", "seconds")} | {"version": r"(?P<version>\d+)"}]
     for form in (
         r"{who}: (?P<what>SIGKILL|SIGTERM) at (?:version {version}|{seconds} s)",
@@ -60,9 +65,14 @@ class Fault:
         """It befalls a process, once."""
         return self.what in ("SIGKILL", "SIGSTOP", "SIGTERM", "clock")
 
+    @property
+    def stays(self) -> bool:
+        """It is not over once it has happened."""
+        return self.what in ("slower", "prepares", "NaN")
+
 
 def parse(text: str) -> Fault:
-    """The fault that ``text`` describes. Raises ValueError.
+    """The fault that ``text`` describes. Raises ValueError, whose text says what was expected.
 
     >>> parse("worker 1: SIGSTOP for 2 s at version 30").who
     'w1'
@@ -82,7 +92,8 @@ def parse(text: str) -> Fault:
                 parts.get("kind") or "",
                 int(parts.get("shard") or -1),
             )
-    raise ValueError("a fault such as 'worker 2: SIGKILL at version 7' or 'drop weights 12 to worker 1'")
+    near = difflib.get_close_matches(text, _EXAMPLES, n=1, cutoff=0.0)
+    raise ValueError(f"a fault such as {near[0]!r}")
 
 
 def _name(who: str) -> str:
@@ -135,7 +146,10 @@ class _Trigger:
 
 
 class FaultyServer:
-    """A ServerTransport that brings ``faults`` about. ``clock`` should be one that no fault makes jump."""
+    """A ServerTransport that brings ``faults`` about. ``clock`` should be one that no fault makes jump.
+
+    ``strike`` carries out what befalls the process; of what befalls a message, or of a NaN that arrives, it only hears.
+    """
 
     def __init__(
         self,
@@ -144,12 +158,22 @@ class FaultyServer:
         strike: Callable[[Fault], None],
         clock: Callable[[], float],
     ) -> None:
-        self._inner = inner
+        self._inner, self._strike = inner, strike
         self._trigger = _Trigger([fault for fault in faults if fault.of_process], strike, clock)
+        self._not_finite = [fault for fault in faults if fault.what == "NaN"]
 
     def receive(self, timeout_s: float) -> Arrival | None:
         self._trigger.check()
-        return self._inner.receive(min(timeout_s, self._trigger.next_s))
+        arrival = self._inner.receive(min(timeout_s, self._trigger.next_s))
+        if arrival is not None and isinstance(arrival.message, Contribution):
+            self._tell_not_finite(arrival.message)
+        return arrival
+
+    def _tell_not_finite(self, contribution: Contribution) -> None:
+        for fault in list(self._not_finite):
+            if contribution.version == fault.version and contribution.low <= fault.shard < contribution.high:
+                self._not_finite.remove(fault)
+                self._strike(fault)
 
     def send(self, peer: Peer, message: Message, payload: Payload = None) -> None:
         self._inner.send(peer, message, payload)
@@ -174,7 +198,7 @@ class FaultyServer:
 
 
 class FaultyWorker:
-    """A WorkerTransport that brings ``faults`` about. ``clock`` should be one that no fault makes jump."""
+    """A WorkerTransport that brings ``faults`` about; ``strike`` and ``clock`` as for FaultyServer."""
 
     def __init__(
         self,
@@ -183,7 +207,7 @@ class FaultyWorker:
         strike: Callable[[Fault], None],
         clock: Callable[[], float],
     ) -> None:
-        self._inner, self._clock = inner, clock
+        self._inner, self._strike, self._clock = inner, strike, clock
         self._trigger = _Trigger([fault for fault in faults if fault.of_process], strike, clock)
         self._messages = [fault for fault in faults if fault.kind]
         self._struck: set[tuple[Fault, int, Node]] = set()
@@ -251,6 +275,8 @@ class FaultyWorker:
         """The one for this message: each bucket of a version is struck once, so that what is sent again arrives."""
         for fault in self._messages:
             if (fault.kind, fault.version) == (kind, version) and (fault, bucket, node) not in self._struck:
+                if not any(fault is other for other, _, _ in self._struck):
+                    self._strike(fault)
                 self._struck.add((fault, bucket, node))
                 return fault
         return None

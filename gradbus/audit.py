@@ -10,6 +10,7 @@ from typing import Any
 from bus import tree
 from gradbus.records import Row, RunFolder, RunFolderError, read_rows
 from gradbus.settings import Settings, load
+from gradbus.wording import plural
 
 
 class Violation(Exception):
@@ -35,13 +36,17 @@ def audit(run: RunFolder) -> str:
     if not history:
         raise RunFolderError(f"{run.ledger} holds no update yet")
     epochs = _check_epochs(len(history), samples, settings)
-    examples = sum(row["examples"] for row in history.values())
-    left_out = sum(len(row.get("left_out", ())) for row in history.values())
+    applied = [row for row in history.values() if row["applied"]]
+    examples = sum(row["examples"] for row in applied)
+    left_out = sum(len(row.get("left_out", ())) for row in applied)
+    skipped = len(history) - len(applied)
     text = (
-        f"audit clean: {len(history)} versions, each made once from the one before, of {settings.train.shards} shards "
-        f"each, {examples} examples; {epochs} whole epochs hold each of {samples} samples exactly once"
+        f"audit clean: {plural(len(history), 'version')}, each made once from the one before, of "
+        f"{plural(settings.train.shards, 'shard')} each; {examples} examples stand behind the weights; "
+        f"{epochs} whole epochs hold each of {samples} samples exactly once"
     )
-    return f"{text}; {left_out} shards were left out as not finite" if left_out else text
+    text += f"; left out as not finite: {plural(left_out, 'shard')}" if left_out else ""
+    return f"{text}; skipped as not finite: {plural(skipped, 'step')}" if skipped else text
 
 
 def _check_rows(rows: Iterable[Row], settings: Settings) -> dict[int, Row]:

@@ -8,9 +8,8 @@ import os
 import platform
 import secrets
 import socket
-import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,10 @@ from typing import Any
 import jax
 import msgspec
 
-from bus.endpoints import DEFAULT_PORT, advertised, local, parse
-from bus.errors import BusError, LayoutError
-from bus.faults import Fault, poisoned
+from bus.endpoints import DEFAULT_PORT, advertised, local, parse, resolve
+from bus.errors import BusError, EndpointError, LayoutError
 from bus.faults import parse as parse_fault
+from bus.faults import poisoned
 from bus.layout import first_difference, gradient_layout, weights_layout
 from bus.messages import Hello, Welcome
 from bus.settings import BusSettings
@@ -47,7 +46,7 @@ from worker.client import Client
 from worker.compute import ShardGradients
 from worker.executor import Gradients, ThreadExecutor
 from worker.machine import Machine as WorkerMachine
-from worker.slow import SlowGradients, preparing_longer_s
+from worker.slow import SlowGradients, prepare_longer
 
 # Errors whose text is made for people already.
 PLAIN_ERRORS = (
@@ -200,10 +199,13 @@ def service(
         log_every=settings.log.every,
         members=lambda: machine.members.members,
         versions=versions(),
+        workers=run.read_manifest().get("workers", {}) if again else {},
     )
     recorder.begin(machine.version, str(resume) if restored else None)
     if restored:
         recorder.note(f"resumed at version {restored.version}")
+    elif again:
+        recorder.note("there is no checkpoint yet: training begins again at version 0")
     experiment = Experiment(
         name=settings.name,
         seed=settings.seed,
@@ -250,6 +252,10 @@ def worker(
 ) -> tuple[Client, WorkerSockets]:
     """A worker that dials ``address``; it learns everything else from there. Raises EndpointError."""
     endpoint = parse(address, DEFAULT_PORT)
+    try:
+        resolve(endpoint.host, "--ps")
+    except EndpointError as error:  # it may be known in a moment, as where containers start
+        note(f"{error}; trying on for {(bus or BusSettings()).connect_timeout_s:g} s")
     host, bus = socket.gethostname(), bus or BusSettings()
     hello = Hello(name or f"{host}-{os.getpid()}", host, os.getpid(), secrets.randbits(63), versions())
     sockets = WorkerSockets(str(endpoint), bus)
@@ -264,7 +270,7 @@ def worker(
         wake=sockets.waker.wake,
         clock=injection.clock,
     )
-    client.attach(ThreadExecutor(_Workshop(data_dir, injection.faults), client.post, _explained))
+    client.attach(ThreadExecutor(_Workshop(data_dir, injection), client.post, _explained))
     return client, sockets
 
 
@@ -353,17 +359,17 @@ class _Workshop:
     """Makes what a worker computes with. After a PS was restarted the same is asked for again: nothing is compiled
     twice."""
 
-    def __init__(self, data_dir: str | None, faults: Sequence[Fault]) -> None:
-        self._data_dir, self._faults = data_dir, faults
+    def __init__(self, data_dir: str | None, injection: Injection) -> None:
+        self._data_dir, self._injection = data_dir, injection
         self._made: tuple[tuple[Any, ...], Gradients] | None = None
 
     def __call__(self, welcome: Welcome) -> Gradients:
         wanted = (welcome.experiment, welcome.leaves, welcome.bucket_bytes)
         if self._made is None or self._made[0] != wanted:
             gradients: Gradients = _gradients(welcome, self._data_dir)
-            if self._faults:
-                gradients = SlowGradients(gradients, self._faults)
-                time.sleep(preparing_longer_s(self._faults))
+            if faults := self._injection.faults:
+                gradients = SlowGradients(gradients, faults, self._injection.tell)
+                prepare_longer(faults, self._injection.tell)
             self._made = (wanted, gradients)
         return self._made[1]
 

@@ -96,8 +96,7 @@ def _run_ps(options: argparse.Namespace, reporter: Reporter) -> int:
         loss=server.loss,
         params_sha256=server.parameters_sha256(),
         examples_per_second=recorder.examples_per_second,
-        wall_seconds=recorder.wall_seconds,
-        workers=recorder.joined,
+        workers=recorder.workers,
         refused=server.machine.refused,
         exit_code=outcome.exit_code,
     )

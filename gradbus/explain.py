@@ -13,6 +13,7 @@ from bus import tree
 from gradbus.drawing import picture
 from gradbus.records import Row, RunFolder, RunFolderError, read_rows
 from gradbus.settings import Settings, SettingsError, load
+from gradbus.wording import plural
 
 WIDTH = 100
 ROWS_SHOWN = 10
@@ -133,12 +134,12 @@ def _work(story: Story) -> str:
     first, last = min(story.updates), max(story.updates)
     skipped = sum(row.get("applied") is False for row in story.updates.values())
     text = (
-        f"{_times(len(story.updates) - skipped, 'update')}, all at the parameter server, made versions {first} to "
+        f"{plural(len(story.updates) - skipped, 'update')}, all at the parameter server, made versions {first} to "
         f"{last}. An update is the mean gradient over {train.batch_size} examples in {train.shards} shards, applied by "
         f"{_optimizer(story.settings)}. {_OVERWRITTEN}"
     )
     if skipped:
-        text += f" In {_times(skipped, 'step')} the weights were left as they were, because a gradient was not finite."
+        text += f" In {plural(skipped, 'step')} the weights were left as they were, because a gradient was not finite."
     totals = _totals(story)
     refused = Counter(str(row.get("name")) for row in story.refused)
     hosts = {str(row.get("name")): str(row.get("host")) for row in story.members}
@@ -161,7 +162,7 @@ def _work(story: Story) -> str:
 def _refusals(refused: Sequence[Row], story: Story) -> str:
     if not refused:
         return ""
-    lines = [f"{_times(len(refused), 'contribution')} refused, and so without any effect on the weights:"]
+    lines = [f"{plural(len(refused), 'contribution')} refused, and so without any effect on the weights:"]
     reasons = Counter(str(row.get("reason")) for row in refused)
     for reason, count in reasons.most_common(ROWS_SHOWN):
         last = next(row for row in reversed(refused) if str(row.get("reason")) == reason)
@@ -203,7 +204,7 @@ def _made(story: Story, row: Row) -> str:
     computed = [f"{name} computed {_ranges(ranges)}" for name, ranges in story.shares(row).items()]
     sentences = [
         f"Version {version} was made at the parameter server, at {_when(row)}, from version {before} by one "
-        f"{'update' if row.get('applied', True) else 'step'}: {_times(shards, 'shard')} of {_times(size, 'example')}.",
+        f"{'update' if row.get('applied', True) else 'step'}: {plural(shards, 'shard')} of {plural(size, 'example')}.",
         f"From a copy of version {before}, {_list(computed)}, and pushed the sums of their gradients.",
         f"The parameter server added the sums over the tree {_formula(shards)}, whatever the order of arrival.",
     ]
@@ -213,8 +214,9 @@ def _made(story: Story, row: Row) -> str:
     norm = f", of norm {_number(row['gradient_norm'])}" if row.get("gradient_norm") is not None else ""
     sentences.append(f"The total was divided by {row.get('examples')} examples: the mean gradient{norm}.")
     if row.get("applied") is False:
+        why = "one of the gradients" if row.get("left_out") else "it"
         sentences.append(
-            f"It was not applied, because it was not finite: version {version} has the weights of version {before}."
+            f"It was not applied, because {why} was not finite: version {version} has the weights of version {before}."
         )
     else:
         rate = row.get("learning_rate")
@@ -226,9 +228,13 @@ def _made(story: Story, row: Row) -> str:
     sentences.append(f"The mean loss of these examples at version {before} was {_number(row.get('loss'))}.")
     sentences.append(f"Version {version} was then published to every worker. {_OVERWRITTEN}")
     if isinstance(seconds := row.get("seconds"), int | float):
-        parts = {"applying the update": row.get("apply_seconds"), "the bus": row.get("bus_seconds")}
-        of_it = [f"{name} {value:.4f} s" for name, value in parts.items() if isinstance(value, int | float)]
-        sentences.append(f"The step took {seconds:.4f} s" + (f", of it {_list(of_it)}." if of_it else "."))
+        apply_s, bus_s = row.get("apply_seconds"), row.get("bus_seconds")
+        of_it = f", of it applying the update {apply_s:.4f} s" if isinstance(apply_s, int | float) else ""
+        sentences.append(f"The step took {seconds:.4f} s{of_it}.")
+        if isinstance(bus_s, int | float):
+            sentences.append(
+                f"From the end of the last computation before it to the first of its own passed {bus_s:.4f} s."
+            )
     return _wrap(" ".join(sentences))
 
 
@@ -258,7 +264,7 @@ def _career(story: Story, worker: str) -> str:
     _known(story, worker)
     versions = [version for version, row in story.updates.items() if worker in story.shares(row)]
     lines = [
-        f"{worker} has a part in {_times(len(versions), 'version')}"
+        f"{worker} has a part in {plural(len(versions), 'version')}"
         + (f", the last of them {max(versions)}:" if versions else ":")
     ]
     lines += [f"  {_event(row)}" for row in story.members if row.get("name") == worker][-ROWS_SHOWN:]
@@ -322,10 +328,6 @@ def _when(row: Row) -> str:
 
 def _number(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else "?"
-
-
-def _times(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 def _list(texts: Sequence[str]) -> str:

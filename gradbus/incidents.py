@@ -33,6 +33,13 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
+class OnPurpose:
+    """A fault on purpose is about to befall a process: what happens to it next has its reason there."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """A process says why it is about to end."""
 
@@ -71,7 +78,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = Listening | Members | Evaluated | Left | Failed | Finished | Ended | Signalled | Tick
+Event = Listening | Members | Evaluated | Left | OnPurpose | Failed | Finished | Ended | Signalled | Tick
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Collection, Sequence
 
-from bus.faults import Clock, Fault, FaultyServer, FaultyWorker, parse
+from bus.faults import ANYONE, PS, Clock, Fault, FaultyServer, FaultyWorker, parse
 from bus.transport import ServerTransport, WorkerTransport
 from gradbus.report import Reporter
 
@@ -21,7 +21,10 @@ class Injection:
     def __init__(self, who: str, texts: Sequence[str], spent: Collection[int], reporter: Reporter) -> None:
         self._reporter = reporter
         every = [parse(text) for text in texts]
-        self.faults = [fault for index, fault in enumerate(every) if fault.who == who and index not in spent]
+        ours = (who, ANYONE) if who == PS else (who,)  # a NaN is told of by the PS, which it reaches
+        self.faults = [
+            fault for index, fault in enumerate(every) if fault.who in ours and (fault.stays or index not in spent)
+        ]
         self._index = {id(fault): index for index, fault in enumerate(every)}
         self.clock = Clock(time.monotonic)
 
@@ -31,8 +34,12 @@ class Injection:
     def worker(self, transport: WorkerTransport) -> WorkerTransport:
         return FaultyWorker(transport, self.faults, self._strike, time.monotonic) if self.faults else transport
 
+    def tell(self, fault: Fault) -> None:
+        """That it happens, to the launcher."""
+        self._reporter.event("fault", index=self._index[id(fault)], text=fault.text, what=fault.what)
+
     def _strike(self, fault: Fault) -> None:
-        self._reporter.event("fault", index=self._index[id(fault)], text=fault.text)
+        self.tell(fault)
         match fault.what:
             case "SIGKILL" | "SIGTERM":
                 os.kill(os.getpid(), getattr(signal, fault.what))

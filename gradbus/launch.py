@@ -21,7 +21,8 @@ from gradbus.policy import Limits
 from gradbus.records import RunFolder, RunFolderError, create, find, now_utc
 from gradbus.settings import Settings, SettingsError, difference, dump, experiment, load
 from gradbus.supervise import CHILD, Failure, Result, Supervisor
-from gradbus.view import View, command_name, duration, numbers, plural, shown
+from gradbus.view import View, command_name, duration, numbers, shown
+from gradbus.wording import plural
 
 TABLE_LINES = 20
 
@@ -84,10 +85,13 @@ def launch(
             restarts=settings.cluster.restarts,
             threads=settings.train.threads,
             resume=resumption.checkpoint if resumption else None,
+            faults=_happened(run, settings, overrides) if resumption else (),
             child=child,
             limits=limits,
         ).run()
-        summary = summarize(settings, result, time.monotonic() - begun)
+        if settings.faults:
+            run.update_manifest(faults_happened=[settings.faults[index] for index in sorted(result.faults)])
+        summary = summarize(run, settings, result, time.monotonic() - begun)
         try:
             run.write_summary(summary)
         except OSError as error:
@@ -96,9 +100,12 @@ def launch(
     return result.outcome.exit_code
 
 
-def summarize(settings: Settings, result: Result, wall_seconds: float) -> dict[str, Any]:
-    """The content of summary.json. `eval` is of the last version that was evaluated, `eval_version`."""
+def summarize(run: RunFolder, settings: Settings, result: Result, wall_seconds: float) -> dict[str, Any]:
+    """The content of summary.json. `eval` is of the last version that was evaluated, `eval_version`; `wall_seconds`
+    and `restarts` are of this launch, `examples_per_second` of the last life of the PS."""
     known = {**result.progress, **result.finished}
+    if not result.finished and (made := run.updates()):  # reports are now and then, the ledger knows
+        known["version"] = max(made)
     evaluated = max(result.evaluations, default=None)
     return {
         "name": settings.name,
@@ -111,10 +118,11 @@ def summarize(settings: Settings, result: Result, wall_seconds: float) -> dict[s
         "eval_version": evaluated,
         "params_sha256": known.get("params_sha256"),
         "examples_per_second": known.get("examples_per_second"),
-        "wall_seconds": known.get("wall_seconds", wall_seconds),
+        "wall_seconds": wall_seconds,
         "workers": known.get("workers", settings.cluster.workers),
         "restarts": result.restarts,
         "refused": known.get("refused", {}),
+        "faults_never_happened": [text for index, text in enumerate(settings.faults) if index not in result.faults],
         "failures": [{"name": f.name, "time": f.time, "reason": f.reason, "answer": f.answer} for f in result.failures],
     }
 
@@ -172,13 +180,17 @@ def _numbers(summary: dict[str, Any]) -> list[str]:
         lines.append("evaluation: none")
     refused = summary["refused"] or {}
     if refused:
-        lines.append(f"refused: {', '.join(f'{count} x {why}' for why, count in refused.items())}")
+        reasons = ", ".join(f"{count} x {why}" for why, count in refused.items())
+        lines.append(f"refused, and so without effect on the weights: {reasons}")
+    if summary["params_sha256"]:
+        lines.append(f"params_sha256: {summary['params_sha256']}")
+    lines += [f"on purpose, but never happened: {text}" for text in summary["faults_never_happened"]]
     return lines
 
 
 def _next(run: RunFolder, status: str) -> list[str]:
     command, folder = command_name(), shown(run.path)
-    lines = [f"{command} explain {folder}"]
+    lines = [f"{command} explain {folder}", f"{command} audit {folder}"]
     if status == "done":
         lines += [f"{command} eval {folder}", f"{command} cluster --resume {folder} train.steps=N   (train on)"]
     elif any(run.checkpoints.glob("version_*")):
@@ -186,6 +198,14 @@ def _next(run: RunFolder, status: str) -> list[str]:
     if importlib.util.find_spec("tensorboard") is not None:
         lines.append(f"tensorboard --logdir {folder}")
     return lines
+
+
+def _happened(run: RunFolder, settings: Settings, overrides: Sequence[str]) -> set[int]:
+    """Positions of the faults that an earlier launch has seen happen; none if they are asked for anew."""
+    if any(override.startswith("faults") for override in overrides):
+        return set()
+    seen = run.read_manifest().get("faults_happened", [])
+    return {index for index, text in enumerate(settings.faults) if text in seen}
 
 
 def _reopen(run: RunFolder, settings: Settings, overrides: Sequence[str]) -> None:

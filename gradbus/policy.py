@@ -41,6 +41,7 @@ from gradbus.incidents import (
     Listening,
     Members,
     Note,
+    OnPurpose,
     Signalled,
     Start,
     Terminate,
@@ -112,6 +113,7 @@ class Policy:
         self.workers = tuple(f"w{index}" for index in range(workers))
         self.restarts = 0
         self.outcome: Outcome | None = None
+        self.on_purpose: set[str] = set()  # processes with a fault on purpose in this life
         self._evaluator = evaluator
         self._budget = restarts
         self._listen_by: float | None = now + self.limits.start_s
@@ -157,6 +159,8 @@ class Policy:
                 self._evaluated.add(version)
             case Left(name):
                 self._left.add(name)
+            case OnPurpose(name):
+                self.on_purpose.add(name)
             case Failed(name):
                 self._failed[name] = event
             case Finished():
@@ -182,6 +186,7 @@ class Policy:
     def _start(self, name: str) -> Start:
         self._running.add(name)
         self._left.discard(name)
+        self.on_purpose.discard(name)
         self._failed.pop(name, None)
         return Start(name)
 
@@ -253,7 +258,7 @@ class Policy:
             self._restarts_of[PS] = used + 1
             short = self._count_short_lives(PS, now)
             self._due[PS] = now if short == 0 else now + self._backoff_s(short)
-            answer = f"started again from its newest checkpoint (restart {used + 1} of {self._budget})"
+            answer = f"started again (restart {used + 1} of {self._budget})"
             return [Blame(PS, code, self._reason(PS, code), answer)]
         self._due.clear()
         patience_s = 0.0  # without a PS there is nothing to wait for
@@ -269,9 +274,7 @@ class Policy:
             verdict = Outcome("interrupted", f"{how} before the parameter server could write a checkpoint", 0)
         else:
             reason = self._reason(PS, code)
-            actions = [
-                Blame(PS, code, reason, "the run was ended; its last checkpoint, if there is one, can be resumed")
-            ]
+            actions = [Blame(PS, code, reason, "the run was ended")]
             verdict = Outcome("failed", f"the parameter server ended: {reason}", 1, explained=False)
         self._verdict = self._verdict or verdict
         for name in sorted(self._running):
@@ -377,12 +380,12 @@ class Policy:
         return []
 
     def _reason(self, name: str, code: int) -> str:
-        failed = self._failed.get(name)
-        return f"{failed.reason} ({describe_exit(code)})" if failed else describe_exit(code)
+        failed, how = self._failed.get(name), describe_exit(code, on_purpose=name in self.on_purpose)
+        return f"{failed.reason} ({how})" if failed else how
 
 
-def describe_exit(code: int) -> str:
-    """An exit code in words; signals by name.
+def describe_exit(code: int, *, on_purpose: bool = False) -> str:
+    """An exit code in words; signals by name, SIGKILL with its likely cause.
 
     >>> describe_exit(-11)
     'killed by SIGSEGV'
@@ -394,5 +397,6 @@ def describe_exit(code: int) -> str:
         name = signal.Signals(number).name
     except ValueError:
         return f"exit code {code}"
-    cause = ": likely out of memory, or killed by hand" if number == signal.SIGKILL else ""
+    likely = ": likely out of memory, or killed by hand" if number == signal.SIGKILL else ""
+    cause = ", on purpose" if on_purpose else likely
     return f"killed by {name}{cause}" if code < 0 else f"exit code {code}, as after {name}{cause}"

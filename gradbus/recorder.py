@@ -18,7 +18,7 @@ log = logging.getLogger("gradbus.ps")
 
 class RunRecorder:
     """A ``ps.history.Recorder``. ``members()`` are those of now; ``steps`` is where the run is to end; ``versions`` are
-    the releases that the PS has, for comparison."""
+    the releases that the PS has, for comparison; ``workers`` those that the manifest knows from an earlier life."""
 
     def __init__(
         self,
@@ -30,16 +30,16 @@ class RunRecorder:
         log_every: int,
         members: Callable[[], Mapping[int, Member]],
         versions: Mapping[str, str],
+        workers: Mapping[str, Any],
     ) -> None:
         self._reporter, self._steps, self._session = reporter, steps, f"{session:016x}"
         self._run, self._log_every, self._members, self._versions = run, log_every, members, versions
         self._ledger = Ledger(run.ledger, self._fault)
         self._metrics = Metrics(run.metrics, self._fault)
-        self._began_at = self._told_at = time.monotonic()
-        self._hosts: dict[str, dict[str, Any]] = {}
+        self._told_at = time.monotonic()
+        self._workers: dict[str, Any] = dict(workers)
         self._examples = self._seconds = 0.0
         self._recent_examples = self._recent_seconds = 0.0
-        self.joined = 0
 
     @property
     def examples_per_second(self) -> float:
@@ -47,8 +47,9 @@ class RunRecorder:
         return self._examples / self._seconds if self._seconds else 0.0
 
     @property
-    def wall_seconds(self) -> float:
-        return time.monotonic() - self._began_at
+    def workers(self) -> int:
+        """How many have taken part, by their names, in all lives of the PS."""
+        return len(self._workers)
 
     def begin(self, version: int, resumed_from: str | None) -> None:
         """A life of the PS begins, at ``version``."""
@@ -119,14 +120,12 @@ class RunRecorder:
         row = {name: getattr(change, name) for name in change.__dataclass_fields__}
         self._ledger.append({"kind": "member", "time": now_utc(), **row})
         member = self._members().get(change.member)
-        if change.event == "joined":
-            self.joined += 1
         if change.event == "ready" and member is not None:
-            self._hosts[change.name] = {
+            self._workers[change.name] = {
                 "member": change.member, "host": change.host, "pid": change.pid, "device": member.device,
                 "versions": member.versions,
             }  # fmt: skip
-            self._run.update_manifest(workers=self._hosts)
+            self._run.update_manifest(workers=self._workers)
         text = f"{change.name} {change.event} (member {change.member}, {change.host} pid {change.pid})"
         self.note(f"{text}: {change.reason}" if change.reason else text)
         if change.event == "joined" and member is not None:

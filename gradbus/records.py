@@ -77,6 +77,10 @@ class RunFolder:
         replace(self.config, text.encode())
         replace(self.path / "overrides.txt", "".join(f"{override}\n" for override in overrides).encode())
 
+    def make_latest(self) -> None:
+        """Let the link `latest` beside the folder point to it."""
+        _point_latest(self.path.parent, self.path.name)
+
     def read_manifest(self) -> Row:
         """The manifest; empty when there is none yet."""
         return _read_object(self.path / "manifest.json")
@@ -112,7 +116,7 @@ class RunFolder:
 
 
 def create(settings: "Settings", overrides: Sequence[str]) -> RunFolder:
-    """Make the folder of a new run, write config.yaml and manifest.json, and point `latest` to it.
+    """Make the folder of a new run, and write config.yaml and manifest.json.
 
     Two starts in the same second get two folders. Raises RunFolderError when it cannot be written.
     """
@@ -128,7 +132,6 @@ def create(settings: "Settings", overrides: Sequence[str]) -> RunFolder:
         run.write_config(dump(settings), overrides)
         facts = describe(name=settings.name, seed=settings.seed, threads=settings.train.threads)
         _write_object(run.path / "manifest.json", {"created": now_utc(), **facts})
-        _point_latest(runs, run.path.name)
     except OSError as error:
         raise RunFolderError(
             f"run.dir: cannot write a run folder in {runs.absolute()}: {error.strerror or error}; "

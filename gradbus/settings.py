@@ -136,7 +136,7 @@ def load(config: Path | None, overrides: Sequence[str] = ()) -> Settings:
     for layer in layers:
         merged = merge(merged, layer.values, calls=("optimizer",))
     convert = Converter(layers)
-    settings = convert.struct(_resolve(merged, layers), Settings)
+    settings = convert.struct(_sentences(_resolve(merged, layers)), Settings)
     _check(settings, convert)
     return settings
 
@@ -224,6 +224,24 @@ def _resolve(values: Any, layers: Sequence[Layer]) -> Any:
         ) from None
 
 
+def _sentences(values: Any) -> Any:
+    """`- worker 1: SIGKILL at version 50` without quotes is a mapping in YAML; it is meant as a sentence."""
+    match values.get("faults"):
+        case list(faults):
+            return {**values, "faults": [_sentence(fault) for fault in faults]}
+        case _:
+            return values
+
+
+def _sentence(fault: Any) -> Any:
+    match fault:
+        case dict() if len(fault) == 1:
+            ((who, what),) = fault.items()
+            return f"{who}: {what}"
+        case _:
+            return fault
+
+
 def _escape(value: Any) -> Any:
     """Text in which `${` is no reference. Backslashes before it are doubled, as OmegaConf halves them."""
     match value:
@@ -257,11 +275,7 @@ def _check(settings: Settings, convert: Converter) -> None:
             cluster.hosts,
             "start workers on other machines with `gradbus worker`",
         )
-    for index, text in enumerate(settings.faults):
-        try:
-            injected.parse(text)
-        except ValueError as error:
-            convert.fail(("faults", index), str(error), text, "all forms are in docs/faults.md")
+    _check_faults(settings, convert)
     if 0 < cluster.workers < cluster.min_workers:
         convert.fail(
             ("cluster", "min_workers"),
@@ -278,6 +292,26 @@ def _check(settings: Settings, convert: Converter) -> None:
             f"write {3 * bus.heartbeat_s:g} or more, or lower bus.heartbeat_s",
             also=("bus", "heartbeat_s"),
         )
+
+
+def _check_faults(settings: Settings, convert: Converter) -> None:
+    """Whether they can happen. Raises SettingsError."""
+    train, names = settings.train, [f"w{index}" for index in range(settings.cluster.workers)]
+    here = f"{names[0]} to {names[-1]}" if names[1:] else "".join(names) or "none"
+    for index, text in enumerate(settings.faults):
+        try:
+            fault = injected.parse(text)
+        except ValueError as error:
+            convert.fail(("faults", index), str(error), text, "all forms are in docs/faults.md")
+        if fault.who not in (injected.PS, injected.ANYONE, *names):
+            wanted = f"the ps, or a worker that is started here ({here})"
+        elif fault.shard >= train.shards:
+            wanted = f"a shard below train.shards ({train.shards})"
+        elif fault.version is not None and fault.version >= train.steps:
+            wanted = f"a version below train.steps ({train.steps})"
+        else:
+            continue
+        convert.fail(("faults", index), wanted, text, "as it is, it can never happen")
 
 
 def _canonical(value: Any) -> str:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +51,7 @@ class Result:
     """What came out: the outcome, the PS's last words, evaluations by version, and what went wrong.
 
     finished: the fields of the PS's `finished`, empty if it died without; progress: those of its last `progress`.
+    faults: positions of the faults on purpose that have happened.
     """
 
     outcome: Outcome
@@ -59,6 +60,7 @@ class Result:
     evaluations: dict[int, dict[str, Any]]
     failures: tuple[Failure, ...]
     restarts: int
+    faults: frozenset[int] = frozenset()
 
 
 class Watcher(Protocol):
@@ -82,6 +84,7 @@ class Supervisor:
 
     workers, evaluator, restarts: see the settings `cluster` and `eval`. threads: XLA threads of each process.
     resume: a checkpoint folder for the PS, or None to begin at version 0.
+    faults: positions, in the settings, of faults on purpose that have happened already.
     child: the command of a child, to which the role and its arguments are added.
     """
 
@@ -95,6 +98,7 @@ class Supervisor:
         restarts: int,
         threads: int,
         resume: Path | None = None,
+        faults: Collection[int] = (),
         child: Sequence[str] = CHILD,
         limits: Limits | None = None,
     ) -> None:
@@ -115,7 +119,7 @@ class Supervisor:
         self._progress: dict[str, Any] = {}
         self._evaluations: dict[int, dict[str, Any]] = {}
         self._failures: list[Failure] = []
-        self._spent: set[int] = set()  # faults on purpose that have happened
+        self._faults = set(faults)
 
     def run(self) -> Result:
         """Start everything, and return once nothing that was started is left.
@@ -141,6 +145,7 @@ class Supervisor:
             evaluations=self._evaluations,
             failures=tuple(self._failures),
             restarts=self._policy.restarts,
+            faults=frozenset(self._faults),
         )
 
     def _turn(self) -> None:
@@ -193,12 +198,13 @@ class Supervisor:
         match event.name:
             case "listening":
                 self._address = str(fields.get("local") or fields.get("control", ""))
+                self._run.make_latest()  # now that it has begun: a start that failed is not what people look for
             case "finished":
                 self._finished = fields
             case "progress":
                 self._progress = fields
             case "fault" if isinstance(index := fields.get("index"), int):
-                self._spent.add(index)
+                self._faults.add(index)
             case "evaluated" if isinstance(version := fields.get("version"), int):
                 self._evaluations[version] = fields
         self._watcher.reported(source, event.name, fields)
@@ -208,12 +214,12 @@ class Supervisor:
 
     def _arguments(self, name: str) -> list[str]:
         folder = str(self._run.path)
-        spent = ["--spent", *map(str, sorted(self._spent))] if self._spent else []
+        spent = ["--spent", *map(str, sorted(self._faults))] if self._faults else []
         match name:
             case incidents.PS:
                 if self._address:
                     return ["ps", folder, "--again", *spent]
-                return ["ps", folder, *(["--resume", str(self._resume)] if self._resume else [])]
+                return ["ps", folder, *(["--resume", str(self._resume)] if self._resume else []), *spent]
             case incidents.EVALUATOR:
                 return ["evaluator", folder]
             case incidents.EVAL:
@@ -268,6 +274,8 @@ class Supervisor:
         who = f"{process.name} (pid {process.popen.pid})"
         if change == "":
             return f"{who} goes on"
+        if process.name in self._policy.on_purpose:
+            return f"{who} was stopped by {change}, on purpose"
         return f"{who} was stopped by {change}; it goes on after: kill -CONT {process.popen.pid}"
 
     def _end_leftovers(self, process: Process) -> None:
@@ -341,6 +349,8 @@ def _understand(source: str, name: str, fields: dict[str, Any]) -> incidents.Eve
             return incidents.Evaluated(version)
         case _, "left":
             return incidents.Left(source)
+        case _, "fault" if fields.get("what") in ("SIGKILL", "SIGTERM", "SIGSTOP"):
+            return incidents.OnPurpose(source)
         case _, "failed":
             return incidents.Failed(
                 source, str(fields.get("kind", "internal")), str(fields.get("reason", "no reason given"))

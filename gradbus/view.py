@@ -23,6 +23,7 @@ from rich.text import Text
 from gradbus.records import RunFolder
 from gradbus.settings import Settings
 from gradbus.supervise import Failure
+from gradbus.wording import plural
 
 PLAIN_EVERY_S = 5.0
 DRAW_EVERY_S = 0.25
@@ -82,7 +83,7 @@ class View:
             case "note":
                 self.note(str(fields.get("text", "")) if source == "ps" else f"{source}: {fields.get('text', '')}")
             case "fault":
-                self.note(f"{source}: on purpose, {fields.get('text', '')}")
+                self.note(f"on purpose: {fields.get('text', '')}")
             case "evaluated" if isinstance(fields.get("eval"), dict):
                 self.note(f"version {fields.get('version')}: {numbers(fields['eval'])} (evaluation)")
             case "finished":
@@ -203,11 +204,6 @@ def duration(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
-
-
-def plural(count: int, noun: str) -> str:
-    """`1 worker`, `2 workers`."""
-    return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 def _header(run: RunFolder, settings: Settings, version: str) -> list[RenderableType]:

@@ -1,4 +1,4 @@
-"""Values and declared types in words, for the lines with which settings are refused."""
+"""Values, counts and declared types in words, for the lines that people read."""
 
 import re
 from collections.abc import Iterator
@@ -78,6 +78,11 @@ def _describe_number(wanted: inspect.IntType | inspect.FloatType) -> str:
     ]
     kind = "a whole number" if isinstance(wanted, inspect.IntType) else "a number"
     return f"{kind} {', '.join(limits[:-1])}{' and ' if limits[1:] else ''}{limits[-1]}" if limits else kind
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 worker`, `2 workers`."""
+    return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 def near_number(text: str) -> str | None:

@@ -173,7 +173,7 @@ class Machine:
             actions.insert(0, _changed("replaced", older, f"joined again as member {member.number}"))
             actions += self._replan()
         if member.version < 0 and not member.ready and member.doing == "joining":
-            member.doing = "preparing"
+            self.members.says(member, "preparing")
             actions.append(_changed("joined", member))
         return actions
 
@@ -187,10 +187,12 @@ class Machine:
         self.members.heard(message.member)
         match message:
             case Ready():
-                member.device, member.doing = message.device, "ready"
+                member.device = message.device
+                self.members.says(member, "ready")
                 return self._set_ready(member, ready=True)
             case Alive():
-                member.version, member.doing = message.version, message.doing
+                member.version = message.version
+                self.members.says(member, message.doing)
                 return []
             case Fetch():
                 return [SendSnapshot(peer, self.revision, self.plan)]
@@ -249,7 +251,8 @@ class Machine:
         if self.phase is not Phase.WAITING:
             return []
         if self.version >= self.rules.steps:
-            return self._leave("done", f"version {self.version} is reached", EXIT_DONE, now)
+            reason = f"nothing to train: it is at version {self.version} already, and train.steps is {self.rules.steps}"
+            return self._leave("done", reason, EXIT_DONE, now)
         if not enough:
             return []
         self._began = True
@@ -300,7 +303,7 @@ class Machine:
         waited_for = missing_from(self.plan, self.round.missing()).items()
         here = self.members.members
         late = [
-            (here[number], nodes, self.members.silent_s(here[number]))
+            (here[number], nodes, self.members.silent_s(here[number]), self.members.last_seen(here[number]))
             for number, nodes in waited_for
             if number in here and number not in self._helping
         ]
@@ -361,7 +364,8 @@ class Machine:
         self.phase = Phase.UPDATING
         result = self.round.result()
         skip = result.examples == 0 or (bool(result.left_out) and self.rules.nonfinite == "skip_step")
-        notes: list[Action] = [Note(trouble) for trouble in self._troubles]
+        answer = self._skipped() if skip else f"left out of version {self.version + 1}"
+        notes: list[Action] = [Note(f"{trouble}; {answer}") for trouble in self._troubles]
         return [*notes, CloseStep(self.version, result, skip)]
 
     def _updated(self, updated: Updated, now: float) -> list[Action]:
@@ -370,9 +374,9 @@ class Machine:
             return self._leave("failed", where, EXIT_FAILED, now)
         self._patience.closed(self.members.listened_s, bool(self._helping))
         self._skipped_in_a_row = 0 if updated.applied else self._skipped_in_a_row + 1
+        notes: list[Action] = [Note(f"{where}; {self._skipped()}")] if updated.trouble else []
         self.version += 1
         version = self.version
-        notes: list[Action] = [Note(where)] if updated.trouble else []
         if self._skipped_in_a_row >= self.rules.nonfinite_limit:
             reason = f"{self._skipped_in_a_row} steps in a row were skipped, the last being step {version - 1}"
             return [*notes, *self._leave("failed", reason, EXIT_FAILED, now)]
@@ -387,6 +391,9 @@ class Machine:
         if self.rules.evaluate and self.rules.evaluate_every and version % self.rules.evaluate_every == 0:
             actions.append(PublishEvaluation(version))
         return actions
+
+    def _skipped(self) -> str:
+        return f"skipped: version {self.version + 1} has the weights of version {self.version}"
 
     # The end
 
@@ -424,7 +431,7 @@ class Machine:
     def _tick(self, now: float) -> list[Action]:
         actions: list[Action] = []
         for member in self.members.lose_silent():
-            reason = f"not heard for {self.members.silent_s(member):.1f} s; last seen {member.doing}"
+            reason = f"not heard for {self.members.silent_s(member):.1f} s; {self.members.last_seen(member)}"
             actions.append(_changed("lost", member, reason))
             actions += self._after_loss(now)
         self._lost_at = now + self.members.patience_s()

@@ -25,6 +25,7 @@ class Member:
     subscribed: bool = False
     device: str = ""
     doing: str = "joining"
+    said_at: float = 0.0  # when it said what it is doing; as heard_at
     version: int = -1
     heard_at: float = 0.0  # by the time that the PS has spent listening
     examples_per_second: float = 0.0
@@ -63,7 +64,7 @@ class Membership:
             del self.members[older.number]
         self.joined += 1
         member = Member(self.joined, hello.name, hello.host, hello.pid, hello.instance, peer, dict(hello.versions))
-        member.heard_at = self.listened_s
+        member.heard_at = member.said_at = self.listened_s
         self.members[member.number] = member
         return member, older
 
@@ -81,6 +82,14 @@ class Membership:
         """Let time pass."""
         self.listened_s += min(max(now - self.now, 0.0), self.hearing_s)
         self.now = now
+
+    def says(self, member: Member, doing: str) -> None:
+        """Note what a member says that it is doing."""
+        member.doing, member.said_at = doing, self.listened_s
+
+    def last_seen(self, member: Member) -> str:
+        """What it was doing when it last said so, which may be long ago."""
+        return f"{self.listened_s - member.said_at:.1f} s ago it was {member.doing}"
 
     def silent_s(self, member: Member) -> float:
         """How long nothing was heard of it, while the PS was listening."""

@@ -27,6 +27,7 @@ import optax
 LearningRate = Callable[[int], float]
 
 # What optax raises for arguments that it does not like, when it is called and when it is traced.
+ABBREVIATIONS = {"lr": "learning_rate", "beta1": "b1", "beta2": "b2", "epsilon": "eps"}
 CALL_ERRORS = (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, NotImplementedError)
 
 
@@ -100,7 +101,7 @@ class _Builder:
                 continue
             if key not in parameters:
                 known = ", ".join(parameters) or "it has none"
-                near = difflib.get_close_matches(key, list(parameters), n=1)
+                near = difflib.get_close_matches(ABBREVIATIONS.get(key, key), list(parameters), n=1)
                 hint = f"did you mean {near[0]}?" if near else "leave it out"
                 _fail(f"{path}.{key}", f"an argument of {name} ({known})", key, hint)
             result[key] = self._argument(value, parameters[key].annotation, f"{path}.{key}")

@@ -70,14 +70,15 @@ def missing_from(plan: Plan, missing: Iterable[Node]) -> dict[int, list[Node]]:
 
 
 def late_line(
-    version: int, waited_s: float, usual_s: float, late: Iterable[tuple[Member, list[Node], float]], answer: str
+    version: int, waited_s: float, usual_s: float, late: Iterable[tuple[Member, list[Node], float, str]], answer: str
 ) -> str:
     """Who is missing, since when, last seen doing what, and what is done about it.
 
-    ``late``: members with what they owe, and for how many seconds they have not been heard.
+    ``late``: members with what they owe, for how many seconds they have not been heard, and ``last_seen``.
     """
     whose = "; ".join(
-        f"{_shards(nodes)} of {member}, heard {silent_s:.1f} s ago, {member.doing}" for member, nodes, silent_s in late
+        f"{_shards(nodes)} of {member}, heard {silent_s:.1f} s ago, {last_seen}"
+        for member, nodes, silent_s, last_seen in late
     )
     return f"step {version} waits for {whose}: {waited_s:.1f} s so far, usual are {usual_s:.2g} s; {answer}"
 

@@ -110,7 +110,8 @@ class Client:
         self._flush()
         if now >= self._log_at:
             self._log_at = now + LOG_EVERY_S
-            self._log(f"{self.machine.doing}; {self._contributions} contributions so far")
+            made = f"; {self._contributions} contributions so far" if self._contributions else ""
+            self._log(f"{self.machine.doing}{made}")
 
     def _take(self, event: Event, result: Result | None) -> None:
         if isinstance(event, Computed) and result is not None and event.version == self._buffer_version:

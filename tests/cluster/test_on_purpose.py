@@ -23,9 +23,9 @@ def test_what_befalls_a_run_on_purpose_is_told_happens_once_and_changes_no_bit(p
     experiment = ("workload=paced.py:Paced", "train.steps=40", "eval.enabled=false", "checkpoint.every=5")
     run = place.run("cluster", *experiment, f"faults={written}", PACE_S=0.02)
     assert run.popen.returncode == 0, run.output
-    for fault in (fault for fault in FAULTS if "SIG" in fault or "clock" in fault):
-        who = "ps" if fault.startswith("ps") else f"w{fault.split()[1][0]}"
-        assert run.output.count(f"{who}: on purpose, {fault}") == 1, run.output
+    for fault in FAULTS[:-1]:
+        assert run.output.count(f"on purpose: {fault}") == 1, run.output
+    assert "likely out of memory" not in run.output and "never happened" not in run.output
     assert "(pid " in run.until_line("was stopped by SIGSTOP") and "goes on" in run.output
     assert place.summary()["restarts"] == 2
     assert place.summary()["params_sha256"] == plain_loop("quadratic", 40, 128, 4)
@@ -40,6 +40,7 @@ def test_a_nan_on_purpose_is_found_where_it_was_put(place):
     left_out = {row["from_version"]: row["left_out"] for row in place.ledger("update") if row["left_out"]}
     assert left_out == {33: [1]}
     assert "step 33, w" in run.output and "shard 1 (samples" in run.output
+    assert "left out of version 34" in run.output and run.output.count(f"on purpose: {FAULTS[-1]}") == 1
     other = place.run("cluster", "--resume", "latest", "train.steps=50", "faults=[]")
     assert other.popen.returncode == 2 and "not_finite is" in other.output, "with it, it is another experiment"
 
@@ -47,4 +48,4 @@ def test_a_nan_on_purpose_is_found_where_it_was_put(place):
 def test_a_fault_that_is_none_is_refused_before_any_process_starts(place):
     run = place.run("cluster", 'faults=["worker 1: explodes at version 3"]')
     assert run.popen.returncode == 2
-    assert "a fault such as 'worker 2: SIGKILL at version 7'" in run.output and "docs/faults.md" in run.output
+    assert "a fault such as 'worker " in run.output and "docs/faults.md" in run.output

@@ -316,6 +316,8 @@ class Cluster:
                 self.network.at(self.network.now + fault.amount, lambda: self.frozen.discard(who))
             case "clock":
                 self.clocks[who].offset_s += fault.amount
+            case "drop" | "double" | "delay":
+                pass  # brought about where the message passes
             case _:
                 raise AssertionError(f"the simulation knows no {fault.text}")
 

@@ -68,6 +68,13 @@ def test_the_first_violation_is_named(tmp_path: Any, rows: list[dict[str, Any]],
     assert words in str(caught.value)
 
 
+def test_what_was_skipped_does_not_count_as_used(tmp_path: Any) -> None:
+    skipped = update(2, applied=False, left_out=[0], examples=6, updates=1)
+    text = audit(run_of(tmp_path, SESSION, JOINED, update(1), skipped, update(3, updates=2, left_out=[1], examples=6)))
+    assert "3 versions" in text and "; 14 examples stand behind the weights; " in text
+    assert text.endswith("; left out as not finite: 1 shard; skipped as not finite: 1 step")
+
+
 def test_a_folder_without_updates_is_no_proof(tmp_path: Any) -> None:
     with pytest.raises(RunFolderError):
         audit(run_of(tmp_path, SESSION))

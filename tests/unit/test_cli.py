@@ -125,6 +125,7 @@ def test_help(arguments, capsys):
 
 def test_explain_reads_a_run_folder(tmp_path, capsys):
     run = create(load(None), [])
+    run.make_latest()
     assert cli.run(["explain", "latest"]) == 0
     assert "No update has been made yet" in capsys.readouterr().out
     assert cli.run(["explain", str(run.path), "7"]) == 2
@@ -170,7 +171,7 @@ def test_ctrl_c_shows_no_traceback(monkeypatch, capsys):
 
 
 def test_a_closed_pipe_is_no_error(tmp_path):
-    create(load(None), [])
+    create(load(None), []).make_latest()
     command = f"{sys.executable} -m gradbus explain latest | true"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30, check=True)
     assert result.stderr == ""

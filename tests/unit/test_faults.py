@@ -5,8 +5,11 @@ from typing import Any
 import pytest
 
 from bus.faults import Clock, Fault, FaultyServer, FaultyWorker, parse, poisoned
+from bus.layout import Bytes, Layout
 from bus.messages import Contribution, Serving, Weights
 from bus.transport import Arrival
+from worker.executor import ShardSum
+from worker.slow import SlowGradients, prepare_longer
 
 FORMS = [
     ("worker 2: SIGKILL at version 7", "w2", "SIGKILL", {"version": 7}),
@@ -30,16 +33,44 @@ def test_every_form_is_understood(text: str, who: str, what: Any, more: dict[str
 
 @pytest.mark.parametrize(
     "text",
-    ["", "worker 2: SIGKILL", "worker: SIGKILL at version 7", "ps: SIGFOO at 3 s", "drop weights to worker 1",
+    ["", "worker 2: SIGKILL", ": SIGKILL at version 7", "ps: SIGFOO at 3 s", "drop weights to worker 1",
      "worker 2: SIGKILL at version 7 or so", "worker 2: SIGKILL at version -1", "drop gradient 3 to worker 1"],
 )  # fmt: skip
-def test_what_is_no_fault_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(ValueError, match="worker 2: SIGKILL at version 7"):
+def test_what_is_no_fault_is_refused_with_an_example_that_is_one(text: str) -> None:
+    with pytest.raises(ValueError, match=r"a fault such as '.*'") as caught:
         parse(text)
+    parse(str(caught.value).split("'")[1])
+
+
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [("worker 2: SIGKIL at version 7", "worker 2: SIGKILL at version 7"),
+     ("worker 1: 5x slower at version 0", "worker 3: 5 times slower at version 0"),
+     ("NaN in shard 3 in version 10", "NaN in shard 3 at version 10")],
+)  # fmt: skip
+def test_the_example_is_the_nearest_form(text: str, near: str) -> None:
+    with pytest.raises(ValueError, match=near):
+        parse(text)
+
+
+def test_a_worker_goes_by_the_name_that_the_console_gives_it() -> None:
+    assert parse("w1: SIGKILL at version 3").who == "w1" == parse("drop weights 3 to w1").who
 
 
 def test_poisoned_shards() -> None:
     assert poisoned([parse("NaN in shard 3 at version 1"), parse("ps: SIGKILL at 1 s")]) == {(1, 3)}
+
+
+class Instant:
+    """Gradients that take no time."""
+
+    device, layout = "none", Layout((), 64)
+
+    def load(self, buffer: Bytes) -> None: ...
+    def prefetch(self, version: int, shards: list[int]) -> None: ...
+
+    def shard(self, version: int, shard: int, into: Bytes | None = None) -> ShardSum:
+        return ShardSum(self.layout.empty(), 0, {})
 
 
 class Wire:
@@ -82,6 +113,7 @@ def test_a_version_is_dropped_once_bucket_by_bucket_and_arrives_when_it_is_sent_
     first = [weights(4), weights(5, 0), weights(5, 1), Serving(1, 5, 1, ())]
     assert wire.arrive(*first) == [first[0], first[3]]
     assert wire.arrive(weights(5, 0), weights(5, 1)) == [weights(5, 0), weights(5, 1)]
+    assert wire.struck == ["drop weights 5 to worker 1"], "told once"
 
 
 def test_weights_are_doubled_and_delayed() -> None:
@@ -100,6 +132,7 @@ def test_gradients_are_dropped_doubled_and_delayed_once() -> None:
     for version in (1, 2, 3, 4):
         assert wire.worker.push(gradient(version), None)
     assert [sent.version for sent in wire.sent] == [2, 2, 4]
+    assert [text.split()[0] for text in wire.struck] == ["drop", "double", "delay"], "each is told"
     wire.now += 1.0
     wire.arrive()
     wire.worker.push(gradient(1), None)
@@ -126,6 +159,25 @@ def test_what_befalls_the_server_comes_after_the_first_bucket_is_out() -> None:
     assert wire.struck == []
     wire.server.publish(weights(5))
     assert wire.struck == ["ps: SIGKILL at version 5"] and wire.sent == [weights(4), weights(5)]
+
+
+def test_the_server_tells_of_a_nan_that_reaches_it_once() -> None:
+    wire = Wire("NaN in shard 3 at version 5", who="")
+    wire.inbox = [Arrival(b"", gradient(4)), Arrival(b"", gradient(5)), Arrival(b"", gradient(5))]
+    struck = [(wire.server.receive(0.0), len(wire.struck))[1] for _ in range(3)]
+    assert struck == [0, 1, 1]
+
+
+def test_a_slow_worker_and_a_slow_preparation_are_told_when_they_begin() -> None:
+    told: list[str] = []
+    faults = [parse("w1: 1.5 times slower at version 2"), parse("w1: prepares 0.01 s longer")]
+    slow = SlowGradients(Instant(), faults, lambda fault: told.append(fault.text))
+    prepare_longer(faults, lambda fault: told.append(fault.text))
+    assert told == ["w1: prepares 0.01 s longer"]
+    for version in (1, 2, 3):
+        slow.shard(version, 0)
+        assert (faults[0].text in told) == (version >= 2)
+    assert len(told) == 2
 
 
 def test_a_clock_jumps() -> None:

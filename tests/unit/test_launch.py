@@ -21,7 +21,6 @@ FINISHED = {
     "loss": 0.125,
     "params_sha256": "ab" * 32,
     "examples_per_second": 5123.4,
-    "wall_seconds": 61.0,
     "workers": 1,
     "refused": {"late": 2},
     "exit_code": 0,
@@ -78,7 +77,9 @@ def test_what_a_good_run_leaves_and_says(capsys):
     scenario()
     assert start("seed=3") == 0
     run = latest()
-    assert run.read_summary() == {
+    summary = run.read_summary()
+    assert 0 < summary.pop("wall_seconds") < 60
+    assert summary == {
         "name": "digits",
         "status": "done",
         "reason": "",
@@ -89,10 +90,10 @@ def test_what_a_good_run_leaves_and_says(capsys):
         "eval_version": 40,
         "params_sha256": "ab" * 32,
         "examples_per_second": 5123.4,
-        "wall_seconds": 61.0,
         "workers": 1,
         "restarts": 0,
         "refused": {"late": 2},
+        "faults_never_happened": [],
         "failures": [],
     }
     lines = capsys.readouterr().out.splitlines()
@@ -104,12 +105,18 @@ def test_what_a_good_run_leaves_and_says(capsys):
     assert "step 1, loss = 2.5000 (1000.0 examples/sec; 0.128 sec/batch), of 40, 1 worker" in lines
     end = lines[lines.index("done") :]
     assert end[1:4] == [
-        "version 40, in 1:01, loss 0.1250, 5,123 examples/s, 1 worker",
+        "version 40, in 0:00, loss 0.1250, 5,123 examples/s, 1 worker",
         "evaluation: accuracy 0.9730",
-        "refused: 2 x late",
+        "refused, and so without effect on the weights: 2 x late",
     ]
+    assert end[4] == f"params_sha256: {'ab' * 32}"
     assert f"run folder: {folder}" in end and "next:" in end
-    for command in (f"explain {folder}", f"eval {folder}", f"cluster --resume {folder} train.steps=N"):
+    for command in (
+        f"explain {folder}",
+        f"audit {folder}",
+        f"eval {folder}",
+        f"cluster --resume {folder} train.steps=N",
+    ):
         assert any(f"gradbus {command}" in line for line in end)
 
 
@@ -122,7 +129,7 @@ def test_a_failed_run_shows_the_root_cause(capsys):
     assert summary["failures"][0]["name"] == "ps"
     out = capsys.readouterr().out
     assert "cluster --resume" not in out, "there is no checkpoint"
-    for text in ("killed by SIGSEGV", "what it said last", "logs/ps.log", "pid ", "can be resumed"):
+    for text in ("killed by SIGSEGV", "what it said last", "logs/ps.log", "pid ", "the run was ended"):
         assert text in out
 
 
@@ -135,7 +142,9 @@ def test_what_the_user_can_mend_is_one_line(capsys, kind):
     out = capsys.readouterr().out
     assert out.splitlines()[-1] == "failed: no such file: x"
     assert "Traceback" not in out and "next:" not in out
-    assert latest().read_summary()["status"] == "failed"
+    (folder,) = Path("runs").glob("*-digits")
+    assert RunFolder(folder).read_summary()["status"] == "failed"
+    assert not Path("runs/latest").exists(), "it never began"
 
 
 def test_a_run_is_resumed_in_its_folder(capsys):
@@ -165,6 +174,18 @@ def test_the_summary_of_a_resumed_run_is_that_of_its_last_life():
     assert run.read_summary()["status"] == "done"
     assert start(resumption=resume("latest", None, [])) == 2
     assert run.read_summary()["reason"] == "gone"
+
+
+def test_faults_that_happened_are_over_when_the_run_goes_on_and_others_are_told(capsys):
+    happens = [LISTENING, ["report", "fault", {"index": 1, "text": "ps: SIGTERM at 1 s"}], *GOOD["ps"][0][1:]]
+    scenario(ps=[happens])
+    assert start('faults=["w0: SIGKILL at version 30", "ps: SIGTERM at 1 s"]') == 0
+    assert "on purpose, but never happened: w0: SIGKILL at version 30" in capsys.readouterr().out.splitlines()
+    run = latest()
+    assert run.read_summary()["faults_never_happened"] == ["w0: SIGKILL at version 30"]
+    (run.checkpoints / "version_000040").mkdir(parents=True)
+    assert start(resumption=resume("latest", None, [])) == 0
+    assert json.loads((run.path / "started-ps-1").read_text())["argv"][-2:] == ["--spent", "1"]
 
 
 def test_one_checkpoint_can_be_named():

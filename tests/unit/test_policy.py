@@ -199,7 +199,7 @@ def test_the_evaluator_never_ends_a_run():
 def test_the_death_of_the_ps_ends_the_run_when_it_may_not_be_started_again(code):
     policy = begun(restarts=0)
     blame, *asked = feed(policy, Ended("ps", code), now=50.0)
-    assert describe_exit(code) in blame.reason and "resumed" in blame.answer
+    assert describe_exit(code) in blame.reason and blame.answer == "the run was ended"
     assert asked == [Ask("evaluator"), Ask("w0"), Ask("w1")]
     assert feed(policy, Tick(), now=50.0) == [Terminate("evaluator"), Terminate("w0"), Terminate("w1")]
     feed(policy, Ended("evaluator", -15), Ended("w0", -15), Ended("w1", -15))
@@ -216,7 +216,7 @@ def test_a_ps_that_dies_is_started_again_and_the_others_stay(code):
     assert feed(policy, Listening(), now=52.0) == [], "workers and evaluator are still there"
     assert policy.outcome is None and policy.restarts == 1
     blame, *asked = feed(policy, Ended("ps", code), now=60.0)
-    assert "resumed" in blame.answer and asked == [Ask("evaluator"), Ask("w0"), Ask("w1")]
+    assert blame.answer == "the run was ended" and asked == [Ask("evaluator"), Ask("w0"), Ask("w1")]
     feed(policy, Ended("evaluator", -15), Ended("w0", -15), Ended("w1", -15), now=61.0)
     assert summary(policy) == ("failed", 1)
 

@@ -421,8 +421,8 @@ def test_who_is_late_is_told_once_with_what_was_done() -> None:
     ps = late_in_step_1()
     (note,) = only(Note, ps.wait(5))
     assert note.text == (
-        "step 1 waits for shards 2-3 of w1 (member 2, lab pid 40), heard 1.5 s ago, computing shard 2 of step 1: "
-        "1.5 s so far, usual are 0.1 s; given to w0 as well"
+        "step 1 waits for shards 2-3 of w1 (member 2, lab pid 40), heard 1.5 s ago, 1.5 s ago it was computing shard "
+        "2 of step 1: 1.5 s so far, usual are 0.1 s; given to w0 as well"
     )
 
 
@@ -688,7 +688,8 @@ def test_the_step_goes_on_without_what_was_not_finite(policy: str, skip: bool) -
     actions = ps.push(0, 4, **TROUBLE)
     (close,) = only(CloseStep, actions)
     assert (close.skip, close.result.examples, close.result.left_out) == (skip, 24, (1,))
-    assert only(Note, actions) == [Note("step 0, w0: shard 1 (samples 4, 7): loss = nan")]
+    follows = "skipped: version 1 has the weights of version 0" if skip else "left out of version 1"
+    assert only(Note, actions) == [Note(f"step 0, w0: shard 1 (samples 4, 7): loss = nan; {follows}")]
     (publish,) = only(Publish, ps.tell(Updated(applied=not skip)))
     assert publish.version == 1
 
@@ -705,7 +706,8 @@ def test_a_sum_that_overflows_is_skipped_and_said(policy: str) -> None:
     ps = Ps(nonfinite=policy)
     ps.ready("w0")
     actions = ps.step(applied=False, trouble="the sum of the gradient of ['w'] is not finite")
-    assert actions[0] == Note("step 0: the sum of the gradient of ['w'] is not finite")
+    sum_of = "the sum of the gradient of ['w'] is not finite"
+    assert actions[0] == Note(f"step 0: {sum_of}; skipped: version 1 has the weights of version 0")
     assert only(Publish, actions)[0].version == 1
 
 
@@ -775,10 +777,12 @@ def test_gradients_after_the_end_are_refused() -> None:
 
 
 @pytest.mark.parametrize("version", [3, 4])
-def test_a_run_that_is_resumed_at_its_end_is_done(version: int) -> None:
+def test_a_run_that_is_resumed_at_its_end_has_nothing_to_do(version: int) -> None:
     machine = Machine(Ps(steps=3).machine.rules, session=SESSION, version=version, now=0.0)
     actions = machine.handle(Tick(), now=0.0)
-    assert only(Finish, actions) == [Finish("done", f"version {version} is reached", 0)]
+    (finish,) = only(Finish, actions)
+    assert (finish.status, finish.exit_code) == ("done", 0)
+    assert finish.reason == f"nothing to train: it is at version {version} already, and train.steps is 3"
     assert not only(Save, actions), "it is on the disk already"
 
 

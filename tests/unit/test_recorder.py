@@ -44,9 +44,11 @@ def test_a_worker_with_other_releases_is_told_by_name_when_it_joins(
         log_every=1,
         members=lambda: {1: member},
         versions=OURS,
+        workers={"w7": {"member": 1}},
     )
-    for event in ("joined", "ready"):
+    for event in ("joined", "ready", "ready"):
         recorder.member(MemberChanged(event, 1, "w0", "lab", 40))  # type: ignore[arg-type]
     recorder.close()
+    assert recorder.workers == 2, "with w7, of an earlier life of the PS, each once"
     lines = [f"w0 has other releases, which may change the bits: {said}"] if said else []
     assert [note for note in told.notes if "releases" in note] == lines

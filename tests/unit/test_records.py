@@ -31,7 +31,9 @@ def test_a_new_run_folder(tmp_path):
 
 
 def test_latest_points_to_the_newest(tmp_path):
-    first, second = (create(settings(tmp_path), []) for _ in range(2))
+    first, second, _ = (create(settings(tmp_path), []) for _ in range(3))
+    first.make_latest()
+    second.make_latest()  # the third never began
     assert first.path != second.path, "both began in the same second, or nearly"
     link = tmp_path / "runs" / "latest"
     assert os.readlink(link) == second.path.name, "relative, so that the folder can be moved"
@@ -53,7 +55,7 @@ def test_many_starts_at_once_get_a_folder_each(tmp_path):
 
 def test_a_folder_called_latest_is_left_alone(tmp_path):
     (tmp_path / "runs" / "latest" / "precious").mkdir(parents=True)
-    create(settings(tmp_path), [])
+    create(settings(tmp_path), []).make_latest()
     assert (tmp_path / "runs" / "latest" / "precious").is_dir()
     assert not list((tmp_path / "runs").glob(".latest*"))
 

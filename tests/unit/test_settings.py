@@ -254,12 +254,31 @@ def test_wrong_values(text: str, line: str) -> None:
                                  "write 200, or change train.shards"),
         ("cluster: {min_workers: 3}", "exp.yaml, cluster.min_workers: expected at most cluster.workers (2), got 3; "
                                       "start more workers, or 0 when they come by themselves"),
+        ("faults: ['worker 2: SIGKILL at version 7']", "exp.yaml, faults[0]: expected the ps, or a worker that is "
+         "started here (w0 to w1), got the text 'worker 2: SIGKILL at version 7'; as it is, it can never happen"),
+        ("{faults: ['w0: SIGKILL at 3 s'], cluster: {workers: 0}}", "exp.yaml, faults[0]: expected the ps, or a worker "
+         "that is started here (none), got the text 'w0: SIGKILL at 3 s'; as it is, it can never happen"),
+        ("faults: [NaN in shard 4 at version 7]", "exp.yaml, faults[0]: expected a shard below train.shards (4), "
+         "got the text 'NaN in shard 4 at version 7'; as it is, it can never happen"),
+        ("faults: ['ps: SIGKILL at version 400']", "exp.yaml, faults[0]: expected a version below train.steps (400), "
+         "got the text 'ps: SIGKILL at version 400'; as it is, it can never happen"),
         ("bus: {heartbeat_s: 5}", "exp.yaml, bus.heartbeat_timeout_s: expected at least 3 times bus.heartbeat_s (5), "
                                   "got 10.0; write 15 or more, or lower bus.heartbeat_s"),
     ],
 )  # fmt: skip
 def test_values_that_do_not_fit_each_other(text: str, line: str) -> None:
     assert refused(text) == line
+
+
+def test_a_fault_may_stand_without_quotes(tmp_path: Path) -> None:
+    path = tmp_path / "exp.yaml"
+    path.write_text("faults:\n- worker 1: SIGKILL at version 50\n- NaN in shard 3 at version 10\n")
+    wanted = ["worker 1: SIGKILL at version 50", "NaN in shard 3 at version 10"]
+    assert (
+        load(path).faults
+        == wanted
+        == load(None, ["faults=[worker 1: SIGKILL at version 50, " + wanted[1] + "]"]).faults
+    )
 
 
 def test_workers_that_come_by_themselves_may_be_waited_for() -> None:

@@ -124,10 +124,15 @@ def test_a_process_that_is_stopped_is_named_and_so_is_its_going_on(run):
 
 
 def test_a_fault_on_purpose_that_has_happened_is_not_for_the_next_life(run):
-    fault = ["report", "fault", {"index": 2, "text": "worker 0: SIGKILL at version 7"}]
-    supervise(run, w0=[[fault, ["die", signal.SIGKILL]], WORKER])
-    assert "--spent" not in started(run, "w0")["argv"]
+    fault = ["report", "fault", {"index": 2, "text": "worker 0: SIGKILL at version 7", "what": "SIGKILL"}]
+    lives = [[fault, ["die", signal.SIGKILL]], [["die", signal.SIGKILL]], WORKER]
+    result = supervise(run, w0=lives)
+    assert "--spent" not in started(run, "w0")["argv"] and result.faults == {2}
     assert started(run, "w0", life=1)["argv"][-2:] == ["--spent", "2"]
+    assert [failure.reason for failure in result.failures] == [
+        "killed by SIGKILL, on purpose",
+        "killed by SIGKILL: likely out of memory, or killed by hand",
+    ]
 
 
 def test_a_killed_worker_is_restarted_and_told(run):
