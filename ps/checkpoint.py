@@ -4,8 +4,8 @@
         weights.safetensors  optimizer.safetensors  [average.safetensors]     name -> array, readable by any framework
         manifest.json        format, version, updates, size and SHA-256 of each file, and what the caller adds as `meta`
 
-A save writes a folder beside it, flushes it to the disk and renames it; names that begin with a dot are saves that
-never ended, or folders on their way out, and no checkpoints. Any plain copy of a checkpoint is one.
+A save writes a folder beside it, a piece at a time, flushes it to the disk and renames it; names that begin with a dot
+are saves that never ended, or folders on their way out, and no checkpoints. Any plain copy of a checkpoint is one.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,11 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import safetensors
-import safetensors.numpy
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+PIECE_BYTES = 1 << 18  # of work between two looks at how much was done
+SHARE = 0.1  # of a processor, for saving while training goes on
 PARTS = ("weights", "optimizer")  # `average` may be there besides
 
 _NAME = re.compile(r"(?:\.replaced-)?version_([0-9]{6,})")
@@ -37,8 +38,10 @@ _DTYPES = {
     "U32": np.uint32, "I64": np.int64, "U64": np.uint64, "F16": np.float16, "F32": np.float32, "F64": np.float64,
     "BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
 }  # fmt: skip
+_DTYPE_NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 
 Array = npt.NDArray[Any]
+Bytes = bytes | memoryview
 
 
 class CheckpointError(Exception):
@@ -82,16 +85,15 @@ def folder_name(version: int) -> str:
     return f"version_{version:06d}"
 
 
-def save(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write the checkpoint into `folder` and return its own folder. The same version is replaced.
+def save(folder: Path, checkpoint: Checkpoint, rest: Callable[[], None] = lambda: None) -> Path:
+    """Write the checkpoint into `folder` and return its own folder. The same version is replaced. `rest` is called
+    after each piece of work.
 
     Raises CheckpointError; then nothing of it is left and what was there before is untouched.
     """
     final = folder / folder_name(checkpoint.version)
     saving = folder / f"{_SAVING}{final.name}"
-    contents = {f"{part}.safetensors": _encode(tensors) for part, tensors in checkpoint.tensors.items()}
-    contents[MANIFEST] = _manifest(checkpoint, contents)
-    size = sum(map(len, contents.values()))
+    size = sum(array.nbytes for tensors in checkpoint.tensors.values() for array in tensors.values())
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _tidy(folder)
@@ -99,8 +101,10 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
         if free < size:
             raise CheckpointError(f"{final}: expected room for {_mega(size)}, got {_mega(free)} free; {_WRITE_HINT}")
         saving.mkdir()
-        for name, content in contents.items():
-            _write(saving / name, content)
+        files = {}
+        for part, tensors in checkpoint.tensors.items():
+            files[f"{part}.safetensors"] = _write(saving / f"{part}.safetensors", _encode(tensors), rest)
+        _write(saving / MANIFEST, [_manifest(checkpoint, files)], rest)
         _flush(saving)
         if final.exists():
             final.rename(folder / f"{_REPLACED}{final.name}")
@@ -120,25 +124,29 @@ def load(path: Path) -> Checkpoint:
     tensors = {}
     for name, recorded in manifest["files"].items():
         content = _read(path / name)
-        if len(content) != recorded["size_bytes"]:
-            raise CheckpointError(
-                f"{path / name}: expected {recorded['size_bytes']} bytes, got {len(content)}; {_READ_HINT}"
-            )
-        found = hashlib.sha256(content).hexdigest()
-        if found != recorded["sha256"]:
-            raise CheckpointError(
-                f"{path / name}: expected SHA-256 {recorded['sha256'][:12]}..., got {found[:12]}...; {_READ_HINT}"
-            )
+        _compare(path / name, len(content), hashlib.sha256(content).hexdigest(), recorded)
         tensors[name.removesuffix(".safetensors")] = _decode(content, path / name)
     return Checkpoint(manifest["version"], manifest["updates"], tensors, manifest["meta"])
 
 
-def newest(folder: Path) -> tuple[Path | None, list[str]]:
+def verify(path: Path, rest: Callable[[], None] = lambda: None) -> None:
+    """Read the checkpoint in the folder `path`, a piece at a time, and raise CheckpointError if it is not what was
+    written. `rest` is called after each piece."""
+    for name, recorded in _read_manifest(path)["files"].items():
+        digest, size = hashlib.sha256(), 0
+        for piece in _pieces(path / name):
+            digest.update(piece)
+            size += len(piece)
+            rest()
+        _compare(path / name, size, digest.hexdigest(), recorded)
+
+
+def newest(folder: Path, rest: Callable[[], None] = lambda: None) -> tuple[Path | None, list[str]]:
     """The newest checkpoint in `folder` that verifies, and one line for each newer one that does not."""
     passed_over: list[str] = []
     for path in _present(folder):
         try:
-            load(path)
+            verify(path, rest)
         except CheckpointError as error:
             passed_over.append(str(error))
         else:
@@ -146,7 +154,7 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
     return None, passed_over
 
 
-def prune(folder: Path, keep: int) -> list[Path]:
+def prune(folder: Path, keep: int, rest: Callable[[], None] = lambda: None) -> list[Path]:
     """Remove all but the newest `keep` checkpoints, and return what was removed.
 
     Nothing goes before the newest has been read back whole, and a damaged one does not count as kept.
@@ -154,7 +162,7 @@ def prune(folder: Path, keep: int) -> list[Path]:
     """
     if keep < 1:
         raise ValueError(f"keep: expected at least 1, got {keep}")
-    best, _ = newest(folder)
+    best, _ = newest(folder, rest)
     if best is None:
         return []
     present = _present(folder)
@@ -174,14 +182,28 @@ def prune(folder: Path, keep: int) -> list[Path]:
     return removed
 
 
+class _Pace:
+    """Holds a thread to SHARE of a processor, which workers on this machine want too, until `hurry` is set."""
+
+    def __init__(self, hurry: threading.Event) -> None:
+        self._hurry = hurry
+        self._used_s = time.thread_time()
+
+    def __call__(self) -> None:
+        worked_s = time.thread_time() - self._used_s
+        self._hurry.wait(worked_s * (1 / SHARE - 1))
+        self._used_s = time.thread_time()
+
+
 class Saver:
-    """Saves in a thread of its own, so that training goes on. Of what has to wait, only the newest is saved."""
+    """Saves in a thread of its own, without haste, so that training goes on. Of what has to wait, only the newest is
+    saved."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder, self._keep = folder, keep
         self._changed = threading.Condition()
         self._waiting: Checkpoint | None = None
-        self._closing = False
+        self._closing = threading.Event()
         self._events: list[Saved | Failed] = []
         self._thread = self._start()
 
@@ -203,7 +225,7 @@ class Saver:
     def close(self, timeout_s: float) -> bool:
         """Finish what was submitted, the waiting one too. False if that took longer; `poll` tells what became of it."""
         with self._changed:
-            self._closing = True
+            self._closing.set()
             self._changed.notify_all()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -216,7 +238,7 @@ class Saver:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting is not None or self._closing)
+                self._changed.wait_for(lambda: self._waiting is not None or self._closing.is_set())
                 checkpoint, self._waiting = self._waiting, None
             if checkpoint is None:
                 return
@@ -229,10 +251,10 @@ class Saver:
                     self._changed.notify_all()
 
     def _save(self, checkpoint: Checkpoint) -> Saved | Failed:
-        started = time.monotonic()
+        started, pace = time.monotonic(), _Pace(self._closing)
         try:
-            path = save(self._folder, checkpoint)
-            removed = prune(self._folder, self._keep)
+            path = save(self._folder, checkpoint, pace)
+            removed = prune(self._folder, self._keep, pace)
         except CheckpointError as error:
             return Failed(checkpoint.version, str(error))
         return Saved(checkpoint.version, path, time.monotonic() - started, tuple(removed))
@@ -242,15 +264,12 @@ _WRITE_HINT = "older checkpoints are untouched; make room or mend the folder, th
 _READ_HINT = "it was damaged after it was written; take an older one"
 
 
-def _manifest(checkpoint: Checkpoint, contents: Mapping[str, bytes]) -> bytes:
+def _manifest(checkpoint: Checkpoint, files: Mapping[str, Any]) -> bytes:
     manifest = {
         "format": FORMAT,
         "version": checkpoint.version,
         "updates": checkpoint.updates,
-        "files": {
-            name: {"size_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-            for name, content in contents.items()
-        },
+        "files": files,
         "meta": checkpoint.meta,
     }
     return json.dumps(manifest | {"sha256": _digest(manifest)}, indent=1).encode()
@@ -310,9 +329,24 @@ def _tidy(folder: Path) -> None:
             shutil.rmtree(path)
 
 
-def _encode(tensors: Mapping[str, Array]) -> bytes:
-    # safetensors takes the memory of an array as it lies, whatever its strides.
-    return safetensors.numpy.save({n: a if a.flags.c_contiguous else a.copy() for n, a in tensors.items()})
+def _encode(tensors: Mapping[str, Array]) -> Iterator[Bytes]:
+    """The content of a safetensors file in pieces (https://huggingface.co/docs/safetensors, `Format`).
+
+    The library's own writer holds the interpreter for all of a large model, and copies it twice.
+    """
+    header, end = {}, 0
+    for name, array in tensors.items():
+        header[name] = {
+            "dtype": _DTYPE_NAMES[array.dtype], "shape": array.shape, "data_offsets": (end, end + array.nbytes)
+        }  # fmt: skip
+        end += array.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for array in tensors.values():
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        for start in range(0, flat.size, PIECE_BYTES):
+            yield flat[start : start + PIECE_BYTES].data
 
 
 def _decode(content: bytes, file: Path) -> dict[str, Array]:
@@ -327,19 +361,41 @@ def _decode(content: bytes, file: Path) -> dict[str, Array]:
 
 
 def _read(file: Path) -> bytes:
+    return b"".join(_pieces(file))
+
+
+def _pieces(file: Path) -> Iterator[bytes]:
     try:
-        return file.read_bytes()
+        with file.open("rb") as stream:
+            while piece := stream.read(PIECE_BYTES):
+                yield piece
     except FileNotFoundError:
         raise CheckpointError(f"{file}: expected a file, got nothing there; the checkpoint is incomplete") from None
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
 
 
-def _write(file: Path, content: bytes) -> None:
+def _write(file: Path, pieces: Iterable[Bytes], rest: Callable[[], None]) -> dict[str, Any]:
+    """What the manifest says of the file."""
+    digest, size = hashlib.sha256(), 0
     with file.open("xb") as stream:
-        stream.write(content)
+        for piece in pieces:
+            stream.write(piece)
+            digest.update(piece)
+            size += len(piece)
+            rest()
         stream.flush()
         os.fsync(stream.fileno())
+    return {"size_bytes": size, "sha256": digest.hexdigest()}
+
+
+def _compare(file: Path, size: int, sha256: str, recorded: Mapping[str, Any]) -> None:
+    if size != recorded["size_bytes"]:
+        raise CheckpointError(f"{file}: expected {recorded['size_bytes']} bytes, got {size}; {_READ_HINT}")
+    if sha256 != recorded["sha256"]:
+        raise CheckpointError(
+            f"{file}: expected SHA-256 {recorded['sha256'][:12]}..., got {sha256[:12]}...; {_READ_HINT}"
+        )
 
 
 def _flush(folder: Path) -> None:

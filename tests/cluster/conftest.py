@@ -197,7 +197,7 @@ class Place:
         while (left := self.left_over()) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         assert not left
-        for address in self.manifest().get("addresses", {}).values() if (self.path / "runs").is_dir() else ():
+        for address in self.manifest().get("addresses", {}).values() if self.latest.is_dir() else ():
             host, port = address.removeprefix("tcp://").rsplit(":", 1)
             with socket.socket() as probe:
                 assert probe.connect_ex((host, int(port))) != 0, f"{address} is still listened on"

@@ -24,7 +24,8 @@ def test_any_number_of_workers_has_the_bits_of_the_plain_loop_and_so_has_a_resum
         assert run.popen.returncode == 0, run.output
         assert place.summary()["params_sha256"] == expected, f"{workers} workers"
         assert {member for row in run.rows("update") for *_, member in row["shards"]} == set(range(1, workers + 1))
-        assert place.summary()["workers"] == workers and place.summary()["refused"] == {}
+        late = {"duplicate", "other version"}  # of two that did the same, where the machine was busy
+        assert place.summary()["workers"] == workers and place.summary()["refused"].keys() <= late
 
     first = place.run("cluster", *experiment, "train.steps=30")
     assert first.popen.returncode == 0 and place.checkpoints() == [30], first.output

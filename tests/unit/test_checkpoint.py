@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +201,8 @@ def die_at_operation(patch: pytest.MonkeyPatch, last: int) -> None:
 
         return perform
 
-    def half_written(file: Path, content: bytes) -> None:
+    def half_written(file: Path, pieces: Iterable[Any], _: Any) -> None:
+        content = b"".join(pieces)
         file.write_bytes(content[: len(content) // 2])
 
     def half_removed(folder: Path, *_: Any) -> None:
@@ -224,12 +225,13 @@ def test_a_failed_save_leaves_nothing_and_harms_nothing(
     save(tmp_path, some(1))
     written = 0
 
-    def write(file: Path, content: bytes) -> None:
+    def write(file: Path, pieces: Iterable[Any], rest: Any) -> dict[str, Any]:
         nonlocal written
-        file.write_bytes(content[:5])
+        file.write_bytes(b"".join(pieces)[:5])
         written += 1
         if written > failing:
             raise OSError(code, os.strerror(code))
+        return {}
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "_write", write)
@@ -312,10 +314,41 @@ class Gate:
         self.reached, self.opened = threading.Event(), threading.Event()
         patch.setattr(module, "save", self._save)
 
-    def _save(self, folder: Path, checkpoint: Checkpoint, save: Any = save) -> Path:
+    def _save(self, folder: Path, checkpoint: Checkpoint, rest: Any, save: Any = save) -> Path:
         self.reached.set()
         assert self.opened.wait(10)
-        return save(folder, checkpoint)
+        return save(folder, checkpoint, rest)
+
+
+def test_saving_takes_a_tenth_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    used_s, waited_s = 5.0, []
+    monkeypatch.setattr(module.time, "thread_time", lambda: used_s)
+    hurry = threading.Event()
+    monkeypatch.setattr(hurry, "wait", waited_s.append)
+    pace = module._Pace(hurry)
+    for work_s in (0.002, 0.0, 0.05):
+        used_s += work_s
+        pace()
+    assert waited_s == pytest.approx([0.018, 0.0, 0.45])
+
+
+def test_the_last_save_of_a_run_makes_haste(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SHARE", 1e-6)
+    saver = Saver(tmp_path, keep=1)
+    saver.submit(some(1))
+    saver.submit(some(2))
+    assert saver.close(timeout_s=20) and versions(tmp_path) == [2]
+
+
+def test_a_large_array_is_saved_in_pieces_and_holds_up_nobody(tmp_path: Path) -> None:
+    large = {"a": np.arange(module.PIECE_BYTES, dtype=np.float32), "b": np.ones((3, 5), np.int8)}
+    rests: list[None] = []
+    checkpoint = Checkpoint(1, 1, {"weights": large, "optimizer": large}, {})
+    path = save(tmp_path, checkpoint, lambda: rests.append(None))
+    assert len(rests) == 2 * (1 + 4 + 1) + 1, "header, pieces of a, b; twice, and the manifest"
+    assert same(load(path), checkpoint)
+    rests.clear()
+    assert prune(tmp_path, 1, lambda: rests.append(None)) == [] and len(rests) == 2 * 5
 
 
 def test_while_one_is_saved_only_the_newest_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
