@@ -7,7 +7,7 @@ gradient can be summed as one flat array. The padding between leaves is zero and
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
 import msgspec
@@ -66,6 +66,10 @@ class Layout:
         if end > start or not buckets:
             buckets.append(Bucket(start, end - start, dtype or "uint8"))
         self.offsets_bytes, self.buckets, self.size_bytes = tuple(offsets), tuple(buckets), end
+
+    def placed(self) -> Iterator[tuple[Leaf, int]]:
+        """Each leaf, and where it begins in bytes."""
+        return zip(self.leaves, self.offsets_bytes, strict=True)
 
     def empty(self) -> Bytes:
         """A new aligned buffer, zeroed, of ``size_bytes``."""

@@ -197,6 +197,6 @@ class MemoryWorker:
 
         def deliver(message: Message, payload: Payload) -> None:
             if server is not None and self.network.server is server:  # else it died meanwhile
-                server.inbox.append(Arrival(sender, message, payload))
+                server.inbox.append(Arrival(sender, message, payload, self.network.shared))
 
         self.network.carry((socket, peer), message, payload, lose, deliver)

@@ -38,6 +38,7 @@ from bus.settings import BusSettings
 from bus.shm import SharedMemory, attach, create
 from bus.transport import Arrival, Payload, Peer
 
+FREE_PORTS = (20_000, 32_000)  # below what Linux, macOS and Windows give to outgoing connections
 BIND_RETRY_S = 5.0  # a port of a process that was just killed is free again within this time
 LINGER_MS = 1000
 CONTROL_LIMIT_BYTES = 2 << 20  # nothing a worker says over control is larger
@@ -116,7 +117,7 @@ class _Sockets:
         try:
             message, payload = codec.decode(frames)
             if isinstance(payload, Place):
-                payload = self._at(message, payload)
+                return Arrival(peer, message, self._at(message, payload), stays=True)
             return Arrival(peer, message, payload)
         except WireError as error:
             return Arrival(peer, Malformed(name, str(error), isinstance(error, ProtocolError)))
@@ -224,6 +225,12 @@ class ServerSockets(_Sockets):
     def _bind(self, each: "zmq.Socket[bytes]", endpoint: Endpoint) -> str:
         address = bind_address(endpoint, "bus.bind")
         each.set(zmq.IPV6, int("[" in address))
+        if endpoint.port is None:
+            # Not of those that the system gives to outgoing connections: while a PS is away, one of them, even that of
+            # a worker that dials it, could take its place (a socket can connect to itself).
+            with contextlib.suppress(zmq.error.ZMQBaseError):
+                each.bind_to_random_port(address.removesuffix(":*"), *FREE_PORTS)
+                return each.getsockopt_string(zmq.LAST_ENDPOINT)
         give_up_at = time.monotonic() + BIND_RETRY_S
         while True:
             try:

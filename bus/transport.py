@@ -13,11 +13,13 @@ Peer = bytes  # names a connection of the control socket, for replies; never an 
 
 
 class Arrival(NamedTuple):
-    """One message as it came in. ``peer`` is empty where it came by another socket than control."""
+    """One message as it came in. ``peer`` is empty where it came by another socket than control. ``stays``: the payload
+    lies in shared memory, where nobody touches it before its version has passed."""
 
     peer: Peer
     message: Message | Malformed | Subscribed
     payload: Payload = None
+    stays: bool = False
 
 
 class ServerTransport(Protocol):

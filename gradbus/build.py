@@ -40,6 +40,7 @@ from ps import optimizers
 from ps.history import History
 from ps.machine import Machine, Rules
 from ps.server import Offer, Server
+from ps.stretches import in_stretches
 from ps.update import Updater, leaves_of
 from worker.batches import Batches
 from worker.client import Client
@@ -133,15 +134,20 @@ def service(
 
     Raises WorkloadError, DataError, OptimizerError, CheckpointError or BusError: one line each.
     """
+    # Else each stretch of an update is handed to a thread of XLA and waited for.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)  # type: ignore[no-untyped-call]
     workload, train = _workload_and_data(settings.workload, settings.data.dir)
     validate(workload, train, examples=settings.train.batch_size // settings.train.shards)
     samples = int(jax.tree.leaves(train)[0].shape[0])
     data_sha256 = describe_data(train)
     optimizer = optimizers.build(settings.optimizer)
-    updater = _updater(workload, settings, optimizer)
+    whole = _updater(workload, settings, optimizer)
     if again and any(run.checkpoints.glob("version_*")):
         resume = run.checkpoints
-    restored = _restore(updater, settings, resume, reporter)
+    restored = _restore(whole, settings, resume, reporter)
+    updater = in_stretches(whole)
+    del whole  # its arrays are twice there
+    log.info("updates are made %s", updater.how)
 
     bucket_bytes = settings.bus.bucket_bytes
     gradient = gradient_layout(updater.leaves, bucket_bytes)
@@ -181,6 +187,7 @@ def service(
         addresses={"control": sockets.control, "gradients": sockets.gradients, "weights": local(sockets.weights)},
         parameters=sum(leaf.size for leaf in updater.leaves if leaf.kind != "state"),
         buckets=len(gradient.buckets),
+        updates=updater.how,
         dataset={"samples": samples, "sha256": data_sha256},
         experiment_sha256=settings_module.experiment_hash(settings),
     )

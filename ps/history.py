@@ -1,7 +1,7 @@
 """What a step was, put into one record once the next one is under way: promise 1 is that this can be seen.
 
-Norms are taken from the host buffers, after the new version is published, so that being looked at costs no step
-anything and cannot change a bit.
+Norms are asked for after the new version is published, so that being looked at costs no step anything and cannot change
+a bit.
 """
 
 import math
@@ -9,15 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-from bus.layout import Bytes
 from ps.actions import MemberChanged, Refused
-from ps.reduce import squared_norm
 from ps.rounds import Part
 
-STRETCH = 1 << 15  # elements
+Norms = Callable[[], tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +61,7 @@ class History:
     loss: float | None = None
     _opened_at: float | None = None
     _pending: dict[str, Any] | None = field(default=None)
-    _before: Bytes | None = field(default=None)
-    _gradient_norm: Callable[[], float] = field(default=lambda: 0.0)
+    _norms: Norms = field(default=lambda: (0.0, 0.0))
 
     def opened(self, now: float) -> None:
         """A step was opened at ``now``: the one before, if it has just closed, ends here."""
@@ -82,19 +76,18 @@ class History:
         *,
         applied: bool,
         updates: int,
-        gradient_norm: Callable[[], float],
-        before: Bytes,
+        norms: Norms,
         began: float,
         now: float,
     ) -> None:
         """Step ``version`` has become version + 1. ``updates`` counts this one, if it was ``applied``;
-        ``gradient_norm`` is only asked once the new version is on its way."""
+        ``norms``, of the mean gradient and of the update, are only asked for once the new version is on its way."""
         means = {name: value / result.examples for name, value in result.sums.items()} if result.examples else {}
         self.loss = means.pop("loss", None)
         if self.loss is not None:
             older = self.loss if self.loss_average is None else self.loss_average
             self.loss_average = self.decay * older + (1 - self.decay) * self.loss
-        self._before, self._gradient_norm = before, gradient_norm
+        self._norms = norms
         self._pending = {
             "version": version + 1,
             "from_version": version,
@@ -112,24 +105,11 @@ class History:
             "apply_seconds": now - began,
         }
 
-    def flush(self, views: Callable[[Bytes], list[npt.NDArray[np.generic]]], current: Bytes) -> None:
+    def flush(self) -> None:
         """Hand on the record of the last closed step, if it is not handed on yet."""
-        if self._pending is None or self._before is None:
+        if self._pending is None:
             return
-        moved = _distance(views(self._before), views(current))
-        record = StepRecord(**self._pending, gradient_norm=self._gradient_norm(), update_norm=moved)
-        self._pending = self._before = None
+        gradient_norm, update_norm = self._norms()
+        record = StepRecord(**self._pending, gradient_norm=gradient_norm, update_norm=update_norm)
+        self._pending = None
         self.recorder.step(record)
-
-
-def _distance(before: list[npt.NDArray[np.generic]], after: list[npt.NDArray[np.generic]]) -> float:
-    """The Euclidean distance between two lists of arrays, in float32 a stretch at a time, which stays in the cache."""
-    squares = 0.0
-    scratch = np.empty(STRETCH, np.float32)
-    for old, new in zip((leaf.reshape(-1) for leaf in before), (leaf.reshape(-1) for leaf in after), strict=True):
-        for start in range(0, old.size, STRETCH):
-            ours = slice(start, min(start + STRETCH, old.size))
-            moved = scratch[: ours.stop - start]
-            np.subtract(new[ours], old[ours], out=moved, casting="unsafe", dtype=np.float32)
-            squares += squared_norm(moved)
-    return math.sqrt(squares)

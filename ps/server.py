@@ -34,11 +34,13 @@ from ps.actions import (
     Tick,
     Updated,
 )
+from ps.advance import Advanced
 from ps.checkpoint import Checkpoint, Failed, Saver
 from ps.history import History, Recorder
 from ps.machine import Machine
 from ps.plan import Plan
 from ps.reduce import Reducer
+from ps.stretches import StretchUpdater
 from ps.update import Updater, parameters_sha256
 
 STOP_GRACE_S = 5.0  # how long an open step may still take once a stop is asked for
@@ -65,7 +67,7 @@ class Server:
         *,
         machine: Machine,
         transport: ServerTransport,
-        updater: Updater,
+        updater: Updater | StretchUpdater,
         bucket_bytes: int,
         offer: Offer,
         history: History,
@@ -81,12 +83,13 @@ class Server:
         self._bucket_bytes = bucket_bytes
         self._layout = weights_layout(updater.leaves, bucket_bytes)
         self._gradient_layout = gradient_layout(updater.leaves, bucket_bytes)
-        self._reducer = Reducer(self._gradient_layout, machine.rules.shards)
+        self._reducer = Reducer(self._gradient_layout, machine.rules.shards, late=updater.by_stretch)
         # Two versions: what is being published, and the one before, whose step is closed (bus.transport, `share`).
         self._slot_bytes = -(-self._layout.size_bytes // PAGE_BYTES) * PAGE_BYTES
         self._memory: Bytes = transport.share(2 * self._slot_bytes)
         self._slot = 0
-        self._current = self._packed()
+        for slot in (1, 0):  # both, for what is not trained is never written again
+            self._current = self._layout.pack(updater.weights(), self._place(slot))
         self._looked_at = 0.0  # at the clock
         self._stop_requested = False
         self._unsaved = ""  # why the newest checkpoint is not on disk
@@ -113,7 +116,7 @@ class Server:
         if arrival is not None:
             arrival = self._checked(arrival)
             actions = self.machine.handle(arrival.message, now=self._clock(), peer=arrival.peer)
-            self._do(actions, arrival.payload)
+            self._do(actions, arrival)
         now = self._clock()
         if now >= self.machine.wake_at or now < self._looked_at:
             self._do(self.machine.handle(Tick(), now=now))
@@ -142,17 +145,17 @@ class Server:
             return Arrival(arrival.peer, Malformed("gradients", f"gradient: {error}"))
         return arrival
 
-    def _do(self, actions: list[Action], payload: Bytes | None = None) -> None:
+    def _do(self, actions: list[Action], arrival: Arrival | None = None) -> None:
         """Carry out ``actions``, and what they lead to, in order."""
         waiting = deque(actions)
         while waiting:
-            waiting.extend(self._perform(waiting.popleft(), payload))
-        self._history.flush(self._layout.views, self._current)
+            waiting.extend(self._perform(waiting.popleft(), arrival))
+        self._history.flush()
 
-    def _perform(self, action: Action, payload: Bytes | None) -> list[Action]:
+    def _perform(self, action: Action, arrival: Arrival | None) -> list[Action]:
         match action:
-            case Accept():
-                self._accept(action, payload)
+            case Accept() if arrival is not None:
+                self._accept(action, arrival)
             case CloseStep():
                 return self._close(action)
             case Publish():
@@ -184,41 +187,42 @@ class Server:
                 self.outcome = action
         return []
 
-    def _accept(self, action: Accept, payload: Bytes | None) -> None:
-        assert payload is not None  # the codec sees to it
+    def _accept(self, action: Accept, arrival: Arrival) -> None:
         contribution, taken = action.contribution, action.taken
         for node in taken.replaced:
             self._reducer.drop(contribution.bucket, node)
-        self._reducer.hold(contribution.bucket, (contribution.low, contribution.high), payload)
+        self._reducer.hold(
+            contribution.bucket, (contribution.low, contribution.high), arrival.payload, stays=arrival.stays
+        )
         for node in taken.sums:
             self._reducer.add(contribution.bucket, node)
 
     def _close(self, action: CloseStep) -> list[Action]:
-        began = self._clock()
-        trouble = "" if action.skip else self._reducer.trouble()
-        applied = not action.skip and not trouble
+        began, examples = self._clock(), action.result.examples
+        if action.skip:
+            self._reducer.settle()
+            advanced = Advanced("", lambda: (self._reducer.norm(examples), 0.0))
+        else:
+            after = self._place(1 - self._slot)
+            advanced = self._updater.advance(self._reducer, examples, self._current, after)
+        applied = not action.skip and not advanced.trouble
         if applied:
-            self._updater.apply(self._reducer.sums(), action.result.examples)
-        before, self._current = self._current, self._packed() if applied else self._current
+            self._slot, self._current = 1 - self._slot, after
         self._history.closed(
             action.version,
             action.result,
             applied=applied,
             updates=self._updater.updates,
-            gradient_norm=lambda: self._reducer.norm(action.result.examples),
-            before=before,
+            norms=advanced.norms,
             began=began,
             now=self._clock(),
         )
         self._reducer.begin()
-        return self.machine.handle(Updated(applied, trouble), now=self._clock())
+        return self.machine.handle(Updated(applied, advanced.trouble), now=self._clock())
 
-    def _packed(self) -> Bytes:
-        """The current weights, in the place of those before the last ones."""
-        self._slot = 1 - self._slot
-        start = self._slot * self._slot_bytes
-        slot = self._memory[start : start + self._layout.size_bytes]
-        return self._layout.pack(self._updater.weights(), slot)
+    def _place(self, slot: int) -> Bytes:
+        start = slot * self._slot_bytes
+        return self._memory[start : start + self._layout.size_bytes]
 
     def _weights(self, revision: int, plan: Plan) -> Iterator[tuple[Weights, Bytes]]:
         for index in range(len(self._layout.buckets)):

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import optax
 
 from bus.layout import Leaf
+from ps.advance import WholeTree
 from ps.optimizers import CALL_ERRORS, Optimizer, OptimizerError, reason
 from ps.settings import AverageSettings
 
@@ -28,7 +29,7 @@ class RestoreError(ValueError):
     """A snapshot that is not of these parameters and this optimizer. One line that names the first difference."""
 
 
-class Updater:
+class Updater(WholeTree):
     """The live state of a training: parameters, model state, optimizer state, moving average.
 
     params     pytree of arrays; those of a floating dtype are trained, others (integers, booleans) stay as they are
@@ -37,16 +38,17 @@ class Updater:
     average    a moving average of the weights, or None
 
     `leaves` describes the arrays in layout order: those of params, then those of state, each in tree order. `updates`
-    counts the applied updates. Raises OptimizerError for an optimizer that cannot work from gradients and parameters
-    alone (lbfgs wants the loss itself), ValueError for parameters of which none can be trained.
+    counts the applied updates; `how` says how they are made. Raises OptimizerError for an optimizer that cannot work
+    from gradients and parameters alone (lbfgs wants the loss itself), ValueError for parameters of which none can be
+    trained.
     """
 
     def __init__(
         self, params: PyTree, state: PyTree | None, optimizer: Optimizer, average: AverageSettings | None
     ) -> None:
-        self.updates = 0
-        self._average_settings = average
-        self._tx = optimizer.transform
+        self.updates, self.how = 0, "of the whole tree at once"
+        self.average_settings = average
+        self.transform = optimizer.transform
         # As JAX would take them: without its 64-bit mode a float64 array is a float32 one, on all sides.
         params, state = jax.tree.map(lambda x: np.asarray(jnp.asarray(x)), (params, state))
         param_paths = jax.tree_util.tree_leaves_with_path(params)
@@ -64,13 +66,13 @@ class Updater:
             [_own(array) if is_trained else None for array, is_trained in zip(arrays, trained, strict=True)],
         )
         self._state = [_own(np.asarray(leaf)) for _, leaf in state_paths]
-        self._opt_state = jax.tree.map(_own, self._tx.init(self._params))
+        self._opt_state = jax.tree.map(_own, self.transform.init(self._params))
         self._average = (
             jax.tree.map(lambda p: _own(p.astype(_average_dtype(p.dtype))), self._params) if average else None
         )
         self._check_optimizer()
         self._step = jax.jit(self._apply, donate_argnums=(0, 1))
-        self._blend = jax.jit(_blend, donate_argnums=0)
+        self._blend = jax.jit(_blend_all, donate_argnums=0)
         self._compiled: tuple[Any, Any] | None = None
 
     def compile(self) -> None:
@@ -101,8 +103,19 @@ class Updater:
         self._state = state
         self.updates += 1
         if blend is not None:
-            self._average = blend(self._average, self._params, self._decay())
+            self._average = blend(self._average, self._params, decay_of(self.average_settings, self.updates))
         jax.block_until_ready((self._params, self._opt_state, self._state, self._average))
+
+    def trainable(self) -> PyTree:
+        """Shapes and dtypes of the trainable parameters, None where one is not trained."""
+        return jax.eval_shape(lambda: self._params)
+
+    def tried(self, sums: Sequence[Array], examples: int, times: int) -> list[Array]:
+        """What the trainable leaves would be after so many updates by these sums. Nothing is changed."""
+        params, opt_state, update = self._params, self._opt_state, jax.jit(self._apply)
+        for _ in range(times):
+            params, opt_state, _ = update(params, opt_state, list(sums), np.int32(examples))
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
 
     def weights(self) -> list[Array]:
         """Read-only views of all leaves in layout order, without a copy. Copy at once and let go: while a view is alive
@@ -150,12 +163,12 @@ class Updater:
 
     def _apply(self, params: PyTree, opt_state: PyTree, sums: list[jax.Array], examples: jax.Array) -> Any:
         """Traced. The mean is taken in the dtype of the sums and then rounded to that of the leaf."""
-        means = [_mean(total, examples, leaf.dtype) for total, leaf in zip(sums, self._summed(), strict=True)]
+        means = [mean_of(total, examples, leaf.dtype) for total, leaf in zip(sums, self._summed(), strict=True)]
         trained = len(jax.tree.leaves(params))
         grads = jax.tree.unflatten(jax.tree.structure(params), means[:trained])
-        updates, opt_state = self._tx.update(grads, opt_state, params)
+        updates, opt_state = self.transform.update(grads, opt_state, params)
         # Without weak types, so that what comes out is what goes in again and nothing is compiled twice.
-        return *jax.tree.map(_strong, (optax.apply_updates(params, updates), opt_state)), means[trained:]
+        return *jax.tree.map(strong, (optax.apply_updates(params, updates), opt_state)), means[trained:]
 
     def _check_optimizer(self) -> None:
         sums = [jax.ShapeDtypeStruct(leaf.shape, _sum_dtype(leaf.dtype)) for leaf in self._summed()]
@@ -179,11 +192,6 @@ class Updater:
                 f"optimizer: expected a state that keeps its shapes and dtypes, got {changed} "
                 f"{described[0].get(changed)} before and {described[1].get(changed)} after an update; choose another"
             )
-
-    def _decay(self) -> np.float32:
-        assert self._average_settings is not None
-        decay, n = self._average_settings.decay, self.updates
-        return np.float32(min(decay, (1 + n) / (10 + n)) if self._average_settings.warmup else decay)
 
     def _summed(self) -> list[Leaf]:
         return [leaf for leaf in self.leaves if leaf.kind != "frozen"]
@@ -211,18 +219,30 @@ def parameters_sha256(leaves: Iterable[Array]) -> str:
     return digest.hexdigest()
 
 
-def _mean(total: jax.Array, examples: jax.Array, dtype: str) -> jax.Array:
+def decay_of(average: AverageSettings | None, updates: int) -> np.float32:
+    """Of a moving average, at the update that makes them so many."""
+    if average is None:
+        return np.float32(0)
+    return np.float32(min(average.decay, (1 + updates) / (10 + updates)) if average.warmup else average.decay)
+
+
+def mean_of(total: jax.Array, examples: jax.Array, dtype: str) -> jax.Array:
+    """Traced. The mean is taken in the dtype of the sum and then rounded to ``dtype``."""
     mean = total / examples.astype(total.dtype)
     return (mean if jnp.issubdtype(dtype, jnp.floating) else jnp.round(mean)).astype(dtype)
 
 
-def _blend(average: PyTree, params: PyTree, decay: jax.Array) -> PyTree:
-    return jax.tree.map(
-        lambda a, p: decay.astype(a.dtype) * a + (1 - decay).astype(a.dtype) * p.astype(a.dtype), average, params
-    )
+def blend(average: jax.Array, new: jax.Array, decay: jax.Array) -> jax.Array:
+    """Traced. One step of a moving average."""
+    return decay.astype(average.dtype) * average + (1 - decay).astype(average.dtype) * new.astype(average.dtype)
 
 
-def _strong(x: jax.Array) -> jax.Array:
+def _blend_all(average: PyTree, params: PyTree, decay: jax.Array) -> PyTree:
+    return jax.tree.map(lambda a, p: blend(a, p, decay), average, params)
+
+
+def strong(x: jax.Array) -> jax.Array:
+    """Traced. Without a weak type."""
     return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else jax.lax.convert_element_type(x, x.dtype)
 
 

@@ -1,7 +1,7 @@
 """A round of Gradbus: the real loops of the PS and of the workers, each in a process of its own, with a toy model.
 
-The gradient is there already, and the update is ``w -= rate * mean``, so that a round is the bus and nothing else.
-A round is over for a worker when its computing thread is handed the new weights.
+The gradient is there already, so that a round is the bus and the update, plain gradient descent by optax. A round is
+over for a worker when its computing thread is handed the new weights.
 """
 
 import os
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from bench.member import HUB, Member
@@ -21,17 +22,19 @@ from bus.layout import Bytes, Layout, gradient_layout
 from bus.messages import Hello, Leaf, Welcome
 from bus.settings import BusSettings
 from bus.sockets import ServerSockets, WorkerSockets
+from ps import optimizers
 from ps.history import History
 from ps.machine import Machine as ServerMachine
 from ps.machine import Rules
 from ps.server import Offer, Server
+from ps.stretches import in_stretches
+from ps.update import Updater
 from worker.client import Client
 from worker.executor import Gradients, ShardSum, ThreadExecutor
 from worker.machine import Exit
 from worker.machine import Machine as WorkerMachine
 
 RATE = 1 / 64  # a power of two: the check multiplies exactly
-SLICE = 1 << 16  # elements that an update takes at a time, so that they stay in the cache
 SWITCH_INTERVAL_S = 0.0002  # as a worker's process has it
 
 # The settings of the bus for each path that there is; the rest follows from them.
@@ -42,33 +45,7 @@ PATHS: dict[str, Callable[[], BusSettings]] = {
 
 
 def leaves(block: Block) -> tuple[Leaf, ...]:
-    return (Leaf("w", "float32", (block.count,), "trainable"),)
-
-
-class Descent:
-    """What the PS updates with: plain gradient descent, in one pass over memory as XLA would do it."""
-
-    def __init__(self, block: Block) -> None:
-        self.leaves, self.updates = leaves(block), 0
-        self._weights = np.zeros(block.count, np.float32)
-        self._step = np.empty(SLICE, np.float32)
-
-    def apply(self, sums: list[Vector], examples: int) -> None:
-        scale = np.float32(RATE / examples)
-        for start in range(0, self._weights.size, SLICE):
-            weights = self._weights[start : start + SLICE]
-            step = self._step[: weights.size]
-            np.multiply(sums[0][start : start + SLICE], scale, out=step)
-            np.subtract(weights, step, out=weights)
-        self.updates += 1
-
-    def weights(self) -> list[Vector]:
-        return [self._weights]
-
-    averaged = weights
-
-    def snapshot(self) -> dict[str, dict[str, Vector]]:
-        return {}
+    return (Leaf("params['w']", "float32", (block.count,), "trainable"),)
 
 
 class Silence:
@@ -106,7 +83,10 @@ class ParameterServer:
 
     def _server(self, block: Block, sockets: ServerSockets) -> Server:
         silence: Any = Silence()
-        updater: Any = Descent(block)
+        jax.config.update("jax_cpu_enable_async_dispatch", False)  # type: ignore[no-untyped-call]
+        weights = {"w": np.zeros(block.count, np.float32)}
+        updater = in_stretches(Updater(weights, None, optimizers.build({"name": "sgd", "learning_rate": RATE}), None))
+        updater.compile()
         return Server(
             machine=ServerMachine(self._rules(block), session=secrets.randbits(64), version=0, now=time.monotonic()),
             transport=sockets,

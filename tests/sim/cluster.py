@@ -10,14 +10,17 @@ from typing import Literal
 import numpy as np
 
 from bus.faults import Clock, Fault, FaultyServer, FaultyWorker, poisoned
+from bus.finite import within_limit
 from bus.layout import Bytes, gradient_layout
 from bus.memory import Chances, MemoryServer, MemoryWorker, Network
 from bus.messages import Hello, Leaf, Node, Welcome
 from ps.actions import MemberChanged, Refused
+from ps.advance import Advanced, WholeTree
 from ps.checkpoint import Checkpoint
 from ps.history import History, StepRecord
 from ps.machine import Machine as ServerMachine
 from ps.machine import Rules
+from ps.reduce import Reducer
 from ps.server import Offer, Server
 from worker.client import Client
 from worker.executor import Calculator, ShardSum
@@ -25,6 +28,7 @@ from worker.machine import Computed, Prepared
 from worker.machine import Machine as WorkerMachine
 
 LEAVES = (Leaf("w", "float32", (33,), "trainable"), Leaf("b", "float32", (5,), "trainable"))
+STRETCH = 12  # elements, across the ends of buckets
 BUCKET_BYTES = 64  # so that even this model has several buckets, and a leaf is cut
 LAYOUT = gradient_layout(LEAVES, BUCKET_BYTES)
 EXAMPLES = 3  # of a shard
@@ -38,7 +42,7 @@ class Killed(Exception):
 Bad = frozenset[tuple[int, int]]  # (version, shard) whose gradient is not finite
 
 
-class ToyUpdater:
+class ToyUpdater(WholeTree):
     """Gradient descent in float32, where the order of sums shows, from weights between -``scale`` and ``scale``."""
 
     leaves = LEAVES
@@ -63,6 +67,24 @@ class ToyUpdater:
     def restore(self, snapshot: dict[str, dict[str, np.ndarray]], updates: int) -> None:
         self._weights = [snapshot["weights"][leaf.name].copy() for leaf in LEAVES]
         self.updates = updates
+
+
+class StretchToy(ToyUpdater):
+    """The same bits, a few elements at a time, from wherever the contributions still lie."""
+
+    by_stretch = True
+
+    def advance(self, sums: Reducer, examples: int, before: Bytes, after: Bytes) -> Advanced:
+        totals = [np.empty(leaf.size, np.float32) for leaf in LEAVES]
+        for total, (_, at) in zip(totals, LAYOUT.placed(), strict=True):
+            for low in range(0, total.size, STRETCH):
+                part = total[low : low + STRETCH]
+                part[...] = sums.stretch(at + 4 * low, np.empty(part.size, np.float32))
+        if not all(map(within_limit, totals)):
+            return Advanced(sums.trouble(), lambda: (sums.norm(examples), 0.0))
+        self.apply(totals, examples)
+        LAYOUT.pack(self._weights, after)
+        return Advanced("", lambda: (0.0, 0.0))
 
 
 def shard_gradient(weights: list[np.ndarray], version: int, shard: int) -> list[np.ndarray]:
@@ -259,7 +281,7 @@ class Cluster:
 
     def start_server(self) -> None:
         self.sessions += 1
-        updater, version = ToyUpdater(self.scale), 0
+        updater, version = (StretchToy if self.shared else ToyUpdater)(self.scale), 0
         if self.disk:
             version = max(self.disk)
             updater.restore(self.disk[version].tensors, self.disk[version].updates)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from cluster import BUCKET_BYTES, LAYOUT, MemorySaver, ToyGradients, ToyUpdater, Witness, reference
+from cluster import BUCKET_BYTES, LAYOUT, MemorySaver, StretchToy, ToyGradients, Witness, reference
 
 from bus.layout import Bytes
 from bus.messages import Hello
@@ -123,7 +123,7 @@ class Cluster:
 
     def start_server(self) -> None:
         self.sessions += 1
-        updater, version = ToyUpdater(), max(self.disk, default=0)
+        updater, version = StretchToy(), max(self.disk, default=0)
         if version:
             updater.restore(self.disk[version].tensors, self.disk[version].updates)
         fields: dict[str, Any] = dict(

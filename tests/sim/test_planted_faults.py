@@ -64,10 +64,10 @@ def test_a_duplicate_that_counts_twice_shows(monkeypatch: pytest.MonkeyPatch) ->
         held[node] = Part(part.examples + contribution.examples, part.sums, part.left_out, part.makers, part.waited_s)
         return Taken((), ())
 
-    def hold_again(self: Reducer, bucket: int, node: Node, payload: Bytes) -> None:
+    def hold_again(self: Reducer, bucket: int, node: Node, payload: Bytes, *, stays: bool) -> None:
         if (bucket, node) in self._held:
             payload = (self._held[bucket, node].view(np.float32) + payload.view(np.float32)).view(np.uint8)
-        hold(self, bucket, node, payload)
+        hold(self, bucket, node, payload, stays=stays)
 
     monkeypatch.setattr(Round, "offer", offer_again)
     monkeypatch.setattr(Reducer, "hold", hold_again)
@@ -92,7 +92,7 @@ def test_a_sum_in_order_of_arrival_shows(monkeypatch: pytest.MonkeyPatch) -> Non
         begin(self)
         self._total[:] = 0
 
-    def add_at_once(self: Reducer, bucket: int, node: Node, payload: Bytes) -> None:
+    def add_at_once(self: Reducer, bucket: int, node: Node, payload: Bytes, *, stays: bool) -> None:
         total = self._layout.bucket(self._total, bucket).view(np.float32)
         np.add(total, payload.view(np.float32), out=total)
 

@@ -39,7 +39,7 @@ from bus.messages import (
     Welcome,
 )
 from bus.settings import BusSettings
-from bus.sockets import CONTROL_LIMIT_BYTES, ObserverSockets, ServerSockets, WorkerSockets
+from bus.sockets import CONTROL_LIMIT_BYTES, FREE_PORTS, ObserverSockets, ServerSockets, WorkerSockets
 from bus.transport import Arrival
 
 SETTINGS = BusSettings(heartbeat_s=0.2, heartbeat_timeout_s=2.0)
@@ -281,6 +281,7 @@ def test_a_worker_finds_a_server_that_was_started_again(worker: WorkerSockets, s
     worker.send(HELLO)
     receive(server, Hello)
     port = parse(server.control).port
+    assert port is not None and port in range(*FREE_PORTS), "so that no outgoing connection takes it meanwhile"
     server.close()
     again = BusSettings(bind=f"tcp://127.0.0.1:{port}", heartbeat_s=0.2, heartbeat_timeout_s=2.0)
     with ServerSockets(again, bucket_bytes=BUCKET_BYTES, buckets=BUCKETS) as reborn:
