@@ -11,7 +11,7 @@ RUN    := $(VENV)/.ready-run
 DEV    := $(VENV)/.ready-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cluster ps worker experiment test test-all sim chaos recovery soak bench check fmt clean
+.PHONY: help setup cluster ps worker experiment test test-all sim chaos recovery soak bench growth check fmt clean
 
 help: ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ recovery: $(DEV) ## how long a run takes to get over kills, stops, late and slow
 
 bench: $(RUN) ## time a synchronous round beside other libraries: [ARGS="--workers 4 --sizes 4KB,45MB --json FILE"]
 	@exec $(BIN)/python scripts/bench.py $(ARGS)
+
+growth: $(RUN) ## how PS time and memory grow with workers and parameters: [ARGS="--optimizer adam"]
+	@exec $(BIN)/python scripts/growth.py $(ARGS)
 
 soak: $(DEV) ## a long run with a kill every 15 s: does memory grow? [ARGS="--minutes 60"]
 	@exec $(BIN)/python scripts/soak.py $(ARGS)

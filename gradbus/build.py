@@ -3,6 +3,7 @@
 Imported by child processes only: it brings in JAX and ZeroMQ.
 """
 
+import gc
 import logging
 import os
 import platform
@@ -146,7 +147,8 @@ def service(
         resume = run.checkpoints
     restored = _restore(whole, settings, resume, reporter)
     updater = in_stretches(whole)
-    del whole  # its arrays are twice there
+    del whole
+    gc.collect()  # its arrays, which are twice there
     log.info("updates are made %s", updater.how)
 
     bucket_bytes = settings.bus.bucket_bytes

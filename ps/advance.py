@@ -39,6 +39,9 @@ class WholeTree:
         """Of all leaves in layout order, read-only."""
         raise NotImplementedError
 
+    def lie_in(self, weights: Bytes) -> None:
+        """The buffer ``weights`` holds the current version, so that an updater needs no copy of its own."""
+
     def advance(self, sums: Reducer, examples: int, before: Bytes, after: Bytes) -> Advanced:
         """Make the next version, and write it to ``after``; ``before`` holds the one that there is. Nothing is changed
         if the sums are not sound."""

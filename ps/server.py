@@ -90,6 +90,7 @@ class Server:
         self._slot = 0
         for slot in (1, 0):  # both, for what is not trained is never written again
             self._current = self._layout.pack(updater.weights(), self._place(slot))
+        updater.lie_in(self._current)
         self._looked_at = 0.0  # at the clock
         self._stop_requested = False
         self._unsaved = ""  # why the newest checkpoint is not on disk

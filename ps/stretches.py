@@ -33,7 +33,7 @@ from ps.update import Array, Snapshot, Updater, blend, decay_of, mean_of, strong
 STRETCH = 1 << 17  # elements; malloc keeps results of that size at hand, where larger ones are mapped anew each time
 ROWS = ALIGNMENT_BYTES // 4  # a leaf is cut at multiples of so many, where XLA can read it in place
 MOST_PROGRAMS = 24  # each kind of stretch is compiled for
-TRIED_ELEMENTS = 1 << 24  # of a larger model the bits are not tried: memory for it would be the most that is ever used
+TRIED_ELEMENTS = 1 << 22  # of a larger model the bits are not tried: memory for it would be the most that is ever used
 TRIED_UPDATES, TRIED_EXAMPLES = 3, 3
 FLOAT = np.dtype(np.float32)
 
@@ -113,6 +113,10 @@ class StretchUpdater:
         """Compile what `advance` runs, so that no step pays for it. The state is not touched."""
         for stretch in self._kinds.values():
             self._new(stretch, stretch.of_weights(self._weights), np.zeros(stretch.count, FLOAT), 1)
+
+    def lie_in(self, weights: Bytes) -> None:
+        """As ``WholeTree.lie_in``."""
+        self._weights = weights
 
     def weights(self) -> list[Array]:
         """Views of all leaves in layout order."""

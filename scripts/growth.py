@@ -9,6 +9,7 @@ there before the model; of the gradients of all workers, which the PS lends, too
 """
 
 import argparse
+import gc
 import json
 import os
 import resource
@@ -125,6 +126,7 @@ def made(parameters: int, optimizer: str) -> StretchUpdater | Updater:
     transform = optimizers.build({"name": optimizer, "learning_rate": 1e-3})
     updater = in_stretches(Updater({"w": np.zeros(parameters, np.float32)}, None, transform, None))
     updater.compile()
+    gc.collect()
     return updater
 
 
