@@ -107,6 +107,9 @@ class StretchUpdater:
         self._step = jax.jit(self._traced)
         self._mean = jax.jit(mean_of, static_argnums=2)
         self._threads = min(threads or usual_threads(), len(self._stretches))
+        share = -(-len(self._stretches) // self._threads)
+        self._shares = [self._stretches[at : at + share] for at in range(0, len(self._stretches), share)]
+        self._scratch = [_scratch(stretches) for stretches in self._shares]
         self._pool = ThreadPoolExecutor(self._threads - 1, "update") if self._threads > 1 else None
 
     def compile(self) -> None:
@@ -150,14 +153,12 @@ class StretchUpdater:
 
     def advance(self, sums: Reducer, examples: int, before: Bytes, after: Bytes) -> Advanced:
         """As ``Updater.advance``."""
-        share = -(-len(self._stretches) // self._threads)
-        shares = [self._stretches[at : at + share] for at in range(0, len(self._stretches), share)]
 
-        def work(stretches: Sequence[Stretch]) -> _Made | None:
-            return self._make(sums, examples, before, after, stretches)
+        def work(thread: int) -> _Made | None:
+            return self._make(sums, examples, before, after, self._shares[thread], *self._scratch[thread])
 
-        others = [self._pool.submit(work, each) for each in shares[1:]] if self._pool else []
-        made = [work(shares[0]), *(other.result() for other in others)]
+        others = [self._pool.submit(work, thread) for thread in range(1, len(self._shares))] if self._pool else []
+        made = [work(0), *(other.result() for other in others)]
         sound = [each for each in made if each is not None]
         if len(sound) < len(made):
             return Advanced(sums.trouble(), lambda: (sums.norm(examples), 0.0))
@@ -171,11 +172,16 @@ class StretchUpdater:
         return Advanced("", lambda: (math.sqrt(gradient) / examples, math.sqrt(update)))
 
     def _make(
-        self, sums: Reducer, examples: int, before: Bytes, after: Bytes, stretches: Sequence[Stretch]
+        self,
+        sums: Reducer,
+        examples: int,
+        before: Bytes,
+        after: Bytes,
+        stretches: Sequence[Stretch],
+        scratch: Array,
+        moved: Array,
     ) -> "_Made | None":
         """One thread's part; None as soon as a sum is not within the limit."""
-        largest = max(stretch.count for stretch in stretches)
-        scratch, moved = (zeros(FLOAT.itemsize * largest).view(FLOAT) for _ in range(2))
         made = _Made(self._numbers)
         for stretch in stretches:
             total = sums.stretch(stretch.gradient_bytes, scratch[: stretch.count])
@@ -272,6 +278,12 @@ def _try_bits(whole: Updater) -> None:
     for leaf, view, other in zip(trained, found, expected, strict=True):
         if view.tobytes() != other.tobytes():
             raise NotElementwise(f"in stretches {leaf.name} would be rounded differently")
+
+
+def _scratch(stretches: Sequence[Stretch]) -> tuple[Array, Array]:
+    """For a sum, and for what an update moves."""
+    size_bytes = FLOAT.itemsize * max(stretch.count for stretch in stretches)
+    return zeros(size_bytes).view(FLOAT), zeros(size_bytes).view(FLOAT)
 
 
 def _write(views: Sequence[Array], arrays: Iterable[Any]) -> None:

@@ -39,7 +39,7 @@ from bus.messages import (
     Welcome,
 )
 from bus.settings import BusSettings
-from bus.sockets import CONTROL_LIMIT_BYTES, FREE_PORTS, ObserverSockets, ServerSockets, WorkerSockets
+from bus.sockets import CONTROL_LIMIT_BYTES, FREE_PORTS, IN_A_ROW, ObserverSockets, ServerSockets, WorkerSockets
 from bus.transport import Arrival
 
 SETTINGS = BusSettings(heartbeat_s=0.2, heartbeat_timeout_s=2.0)
@@ -266,12 +266,20 @@ def test_bulk_carries_a_checksum_where_the_run_wants_one(checksum: bool) -> None
 
 def test_a_flood_of_gradients_does_not_hold_up_heartbeats(server: ServerSockets, worker: WorkerSockets) -> None:
     join(server, worker)
-    for _ in range(BUCKETS):
-        push(worker, gradient(), pattern(1000))
+
+    def flood() -> None:
+        while worker.push(gradient(), pattern(1000)):
+            pass
+
+    flood()
     worker.send(Alive(9, 1, 0, "idle"))
     assert server._control.poll(LIMIT_S * 1000) and server._gradients.poll(LIMIT_S * 1000)
-    first = [server.receive(LIMIT_S) for _ in range(2)]
-    assert {type(arrival.message) for arrival in first if arrival} == {Alive, Contribution}
+    seen: list[type] = []
+    while Alive not in seen:
+        arrival = server.receive(LIMIT_S)
+        assert arrival is not None and len(seen) <= IN_A_ROW, seen
+        seen.append(type(arrival.message))
+        flood()
 
 
 # Peers that come and go
@@ -354,6 +362,17 @@ def test_closing_ends_though_the_other_side_reads_nothing(queued: str) -> None:
         began = time.monotonic()
         side.close()
         assert time.monotonic() - began < 3.0
+
+
+def test_a_worker_that_dies_while_the_server_is_full_of_its_gradients_takes_nobody_along(server: ServerSockets) -> None:
+    """libzmq ends the process where its own heartbeats meet such a connection (its issue 4841)."""
+    worker = WorkerSockets(server.control, SETTINGS)
+    join(server, worker)
+    while worker.push(gradient(), pattern(BUCKET_BYTES)):
+        pass
+    worker.close(linger=False)
+    server._control.poll(5 * SETTINGS.heartbeat_s * 1000)  # nothing is read, and nothing comes
+    assert serves(server)
 
 
 def test_a_subscriber_that_does_not_read_costs_the_server_neither_time_nor_order(
