@@ -152,8 +152,8 @@ class _Sockets:
         made = self._context.socket(kind)
         self._open.append(made)
         made.set(zmq.LINGER, LINGER_MS)
-        # Connections to a machine that is gone are noticed by TCP. ZeroMQ's own heartbeats (HEARTBEAT_IVL) would end this
-        # process if a peer dies while its queue here is full: libzmq 4.3.5, issue 4841.
+        # Connections to a machine that is gone are noticed by TCP. ZeroMQ's own heartbeats (HEARTBEAT_IVL) would end
+        # this process if a peer dies while its queue here is full: libzmq 4.3.5, issue 4841.
         beat_s, timeout_s = max(1, round(self._settings.heartbeat_s)), self._settings.heartbeat_timeout_s
         made.set(zmq.TCP_KEEPALIVE, 1)
         made.set(zmq.TCP_KEEPALIVE_IDLE, beat_s)

@@ -689,7 +689,7 @@ def test_on_one_host_only_notices_travel(server: ServerSockets, worker: WorkerSo
     assert around is not None and (around[64:128] == 8).all() and not around[:64].any()
 
     lent[:64] = 5
-    assert worker.push(gradient(1), lent[:64])
+    push(worker, gradient(1), lent[:64])
     arrival = receive(server, Contribution)
     lent[:64] = 6
     assert (arrival.payload == 6).all()
