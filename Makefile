@@ -11,7 +11,7 @@ RUN    := $(VENV)/.ready-run
 DEV    := $(VENV)/.ready-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cluster ps worker experiment test test-all sim chaos recovery soak bench growth check fmt clean
+.PHONY: help setup cluster ps worker experiment test test-all sim chaos recovery soak bench growth steps check fmt clean
 
 help: ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ bench: $(RUN) ## time a synchronous round beside other libraries: [ARGS="--worke
 
 growth: $(RUN) ## how PS time and memory grow with workers and parameters: [ARGS="--optimizer adam"]
 	@exec $(BIN)/python scripts/growth.py $(ARGS)
+
+steps: $(RUN) ## whole steps: the bus's share, and what a second worker adds: [ARGS="--experiments digits"]
+	@exec $(BIN)/python scripts/steps.py $(ARGS)
 
 soak: $(DEV) ## a long run with a kill every 15 s: does memory grow? [ARGS="--minutes 60"]
 	@exec $(BIN)/python scripts/soak.py $(ARGS)

@@ -12,24 +12,31 @@ DEFAULT_PORT = 5555  # of the control socket; gradients and weights follow on th
 
 
 class Endpoint(NamedTuple):
-    """A TCP address. ``port`` is None where any free one will do."""
+    """An address: TCP, where ``port`` is None if any free one will do, or a Unix socket of this machine, by its
+    ``path`` (``@name``: one that is no file, on Linux)."""
 
     host: str
     port: int | None
+    path: str = ""
 
     def __str__(self) -> str:
+        if self.path:
+            return f"ipc://{self.path}"
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"tcp://{host}:{'*' if self.port is None else self.port}"
 
 
 def parse(text: str, default_port: int | None = None) -> Endpoint:
-    """``tcp://host:port``, ``host:port``, ``host`` or ``[v6]:port``; ``*`` as a port means any free one.
+    """``tcp://host:port``, ``host:port``, ``host`` or ``[v6]:port``, where ``*`` as a port means any free one, or
+    ``ipc://path``.
 
     Raises EndpointError naming what was found.
     """
+    if text.startswith("ipc://") and text != "ipc://":
+        return Endpoint("", None, text.removeprefix("ipc://"))
     rest = text.removeprefix("tcp://")
     if "://" in rest:
-        raise EndpointError(f"address {text!r}: expected tcp://HOST:PORT; only tcp is spoken here")
+        raise EndpointError(f"address {text!r}: expected tcp://HOST:PORT, or ipc://PATH on one machine")
     if rest.startswith("["):
         host, closed, tail = rest[1:].partition("]")
         port_text = tail.removeprefix(":")
@@ -56,6 +63,8 @@ def parse(text: str, default_port: int | None = None) -> Endpoint:
 def bind_address(endpoint: Endpoint, key: str) -> str:
     """The address to hand to bind, which wants an IP address: names are resolved here. ``key`` is the setting to
     blame. Raises EndpointError."""
+    if endpoint.path:
+        return str(endpoint)
     if endpoint.host in WILDCARDS:
         return str(endpoint._replace(host="*" if endpoint.host == "0.0.0.0" else endpoint.host))
     return str(endpoint._replace(host=resolve(endpoint.host, key)))
@@ -83,6 +92,8 @@ def advertised(bound: str, name: str | None) -> str:
     """``bound`` as others are to dial it: with ``name`` (``bus.advertise``) as its host, or this machine's own name
     where every address of it is bound."""
     endpoint = parse(bound)
+    if endpoint.path:
+        return bound
     if name is None and endpoint.host not in WILDCARDS:
         return bound
     return str(endpoint._replace(host=name or socket.gethostname()))
@@ -97,6 +108,8 @@ def local(bound: str) -> str:
 def reachable(advertised: str, dialled: str) -> str:
     """``advertised``, an address as the PS sees itself, as a worker that reached the PS by ``dialled`` should use it:
     the port is the PS's, the host the one that is known to work."""
+    if parse(advertised).path:
+        return advertised
     return str(Endpoint(parse(dialled).host, parse(advertised).port))
 
 

@@ -9,7 +9,8 @@ from msgspec import Meta
 class BusSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Addresses, heartbeats and buffers of the bus.
 
-    bind                 address the parameter server listens on; `*` as the port takes a free one
+    bind                 address the parameter server listens on; `*` as the port takes a free one; ipc://@name is a
+                         Unix socket of this machine
     advertise            host that workers are told to connect to; null: the bound one
     heartbeat_s          seconds between two heartbeats, both ways
     heartbeat_timeout_s  silence after which a peer counts as gone; at least 3 heartbeats
@@ -21,7 +22,11 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
 
     bind: Annotated[
-        str, Meta(pattern=r"^tcp://[^\s/]+:(\*|[0-9]{1,5})$", title="an address such as tcp://127.0.0.1:*")
+        str,
+        Meta(
+            pattern=r"^(tcp://[^\s/]+:(\*|[0-9]{1,5})|ipc://\S+)$",
+            title="an address such as tcp://127.0.0.1:* or, on one machine, ipc://@name",
+        ),
     ] = "tcp://127.0.0.1:*"
     advertise: Annotated[str, Meta(pattern=r"^[^\s/]+$", title="a host name or address")] | None = None
     heartbeat_s: Annotated[float, Meta(ge=0.01, le=3600)] = 1.0

@@ -243,7 +243,7 @@ class ServerSockets(_Sockets):
     def _bind(self, each: "zmq.Socket[bytes]", endpoint: Endpoint) -> str:
         address = bind_address(endpoint, "bus.bind")
         each.set(zmq.IPV6, int("[" in address))
-        if endpoint.port is None:
+        if endpoint.port is None and not endpoint.path:
             # Not of those that the system gives to outgoing connections: while a PS is away, one of them, even that of
             # a worker that dials it, could take its place (a socket can connect to itself).
             with contextlib.suppress(zmq.error.ZMQBaseError):
@@ -397,7 +397,9 @@ def _bucket_queue(bucket_bytes: int) -> int:
 
 
 def _three(first: Endpoint) -> list[Endpoint]:
-    """For control, gradients and weights: neighbouring ports, or any three free ones."""
+    """For control, gradients and weights: neighbouring ports, any three free ones, or Unix sockets."""
+    if first.path:
+        return [first._replace(path=first.path + name) for name in ("", ".gradients", ".weights")]
     return [first._replace(port=None if first.port is None else first.port + offset) for offset in range(3)]
 
 

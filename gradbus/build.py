@@ -137,7 +137,7 @@ def service(
     """
     # Else each stretch of an update is handed to a thread of XLA and waited for.
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # type: ignore[no-untyped-call]
-    workload, train = _workload_and_data(settings.workload, settings.data.dir)
+    workload, train = workload_and_data(settings.workload, settings.data.dir)
     validate(workload, train, examples=settings.train.batch_size // settings.train.shards)
     samples = int(jax.tree.leaves(train)[0].shape[0])
     data_sha256 = describe_data(train)
@@ -262,7 +262,8 @@ def worker(
     """A worker that dials ``address``; it learns everything else from there. Raises EndpointError."""
     endpoint = parse(address, DEFAULT_PORT)
     try:
-        resolve(endpoint.host, "--ps")
+        if not endpoint.path:
+            resolve(endpoint.host, "--ps")
     except EndpointError as error:  # it may be known in a moment, as where containers start
         note(f"{error}; trying on for {(bus or BusSettings()).connect_timeout_s:g} s")
     host, bus = socket.gethostname(), bus or BusSettings()
@@ -308,18 +309,20 @@ def evaluate_checkpoint(settings: Settings, checkpoint: checkpoints.Checkpoint) 
     return evaluation.run([arrays[leaf.name].astype(leaf.dtype) for leaf in leaves])
 
 
-def _workload_and_data(spec: str, folder: str | None) -> tuple[Any, Any]:
+def workload_and_data(spec: str, folder: str | None) -> tuple[Any, Any]:
+    """The workload that ``spec`` names, and its training data. Raises WorkloadError or DataError."""
     workload = load(spec)
     return workload, read_data(workload, spec, "train_data", Path(folder).expanduser() if folder else None)
 
 
-def _initial(workload: Workload | StatefulWorkload, seed: int) -> tuple[Any, Any]:
+def initial(workload: Workload | StatefulWorkload, seed: int) -> tuple[Any, Any]:
+    """Version 0: parameters, and the state of the model (None if it keeps none)."""
     key = jax.random.key(seed)
     return workload.init(key), workload.init_state(key) if is_stateful(workload) else None
 
 
 def _updater(workload: Any, settings: Settings, optimizer: optimizers.Optimizer) -> Updater:
-    params, state = _initial(workload, settings.seed)
+    params, state = initial(workload, settings.seed)
     return Updater(params, state, optimizer, settings.train.average)
 
 
@@ -361,7 +364,7 @@ def _evaluation(settings: Settings) -> tuple[Evaluation, tuple[Any, ...]]:
 
 
 def _leaves(workload: Any, seed: int) -> tuple[Any, ...]:
-    return leaves_of(*jax.eval_shape(lambda: _initial(workload, seed)))
+    return leaves_of(*jax.eval_shape(lambda: initial(workload, seed)))
 
 
 class _Workshop:
@@ -393,7 +396,7 @@ def _gradients(welcome: Welcome, data_dir: str | None) -> ShardGradients:
             f"parameter server ({(experiment.source_sha256 or 'none')[:12]}); copy that one here"
         )
     folder = data_dir or experiment.data_dir
-    workload, train = _workload_and_data(experiment.workload, folder)
+    workload, train = workload_and_data(experiment.workload, folder)
     found = describe_data(train)
     if found != experiment.data_sha256:
         samples = jax.tree.leaves(train)[0].shape[0]

@@ -172,7 +172,9 @@ class Client:
         self._slots = (
             [lent[at : at + size] for at in range(0, len(lent) - size + 1, size)] if lent is not None and size else []
         )
-        self._log("memory is shared with the parameter server" if self._slots else "gradients and weights go by TCP")
+        self._log(
+            "memory is shared with the parameter server" if self._slots else "gradients and weights travel as messages"
+        )
         self._executor.prepare(welcome)
 
     def _keep(self, weights: Weights, payload: Bytes | None) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from bench.contenders import CONTENDERS, Contender
 from bench.link import LinkError
 from bench.payload import SIZES_BYTES
+from bench.plot import plot
 from bench.profiling import profile
 from bench.report import Results, rounds_of
 from bench.team import Team
@@ -46,6 +47,8 @@ def main() -> int:
         _measure(options, chosen, workers, share_s, results)
     results.seconds = time.monotonic() - began
     print(results.markdown())
+    if options.plot:
+        plot(results, options.plot)
     if options.json:
         options.json.write_text(json.dumps(results.json(), indent=1) + "\n")
     return 0
@@ -83,6 +86,7 @@ def _options() -> argparse.Namespace:
         help="for all but what has begun (default: 480)",
     )
     add("--json", type=Path, metavar="FILE", help="every round, and the statistics")
+    add("--plot", type=Path, metavar="FILE", help="a picture of the table; needs matplotlib")
     add("--profile", type=Path, metavar="FOLDER", help="profile the hub and a worker instead; stacks go to FOLDER")
     return parser.parse_args()
 

@@ -1,5 +1,6 @@
 """The same bits for any number of workers, for a plain loop and after a resume; and a ledger that adds up."""
 
+import os
 import re
 
 import numpy as np
@@ -15,11 +16,16 @@ pytestmark = pytest.mark.cluster
 def test_any_number_of_workers_has_the_bits_of_the_plain_loop_and_so_has_a_resumed_run(place, plain_loop):
     expected = plain_loop("digits", 60, 128, 4)
     experiment = ("workload=digits", "optimizer.learning_rate=1e-3", "eval.enabled=false")
-    for workers, shared in ((1, True), (2, True), (3, True), (4, True), (3, False)):
+    tcp = "tcp://127.0.0.1:*"
+    unix = f"ipc://@{place.path.name}-{os.getpid()}"  # of no file
+    for workers, shared, bind in ((1, True, tcp), (2, True, unix), (3, True, tcp), (4, True, tcp), (3, False, tcp),
+                                  (2, False, unix)):  # fmt: skip
         # All take part, so that the sums are really put together from so many processes.
-        path = f"bus.shared_memory={str(shared).lower()}"
-        run = place.run("cluster", *experiment, path, "train.steps=60", f"cluster.min_workers={workers}", "-n", workers)
-        said = "memory is shared with the parameter server" if shared else "gradients and weights go by TCP"
+        path = (f"bus.shared_memory={str(shared).lower()}", f"bus.bind={bind}")
+        run = place.run(
+            "cluster", *experiment, *path, "train.steps=60", f"cluster.min_workers={workers}", "-n", workers
+        )
+        said = "memory is shared with the parameter server" if shared else "gradients and weights travel as messages"
         assert all(said in place.log(f"w{number}") for number in range(workers))
         assert run.popen.returncode == 0, run.output
         assert place.summary()["params_sha256"] == expected, f"{workers} workers"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bus.endpoints import Endpoint, bind_address, is_loopback, parse, port_holder, reachable, resolve
+from bus.endpoints import Endpoint, advertised, bind_address, is_loopback, local, parse, port_holder, reachable, resolve
 from bus.errors import EndpointError
 
 
@@ -42,8 +42,8 @@ def test_what_is_understood(text: str, host: str, port: int | None) -> None:
         ("tcp://[]:5555", "the host is missing"),
         ("tcp://lab-3", "the port is missing; expected tcp://HOST:PORT"),
         ("tcp://lab-3:", "the port is missing"),
-        ("ipc:///tmp/socket", "only tcp is spoken here"),
-        ("http://lab-3:80", "only tcp is spoken here"),
+        ("ipc://", "expected tcp://HOST:PORT, or ipc://PATH on one machine"),
+        ("http://lab-3:80", "expected tcp://HOST:PORT, or ipc://PATH on one machine"),
         ("tcp://lab-3:http", "found port 'http', expected a number from 1 to 65535"),
         ("tcp://lab-3:0", "found port '0'"),
         ("tcp://lab-3:65536", "found port '65536'"),
@@ -148,3 +148,14 @@ def test_the_holder_of_a_port_is_named() -> None:
         holder.communicate("\n", timeout=10)
     assert said.startswith(f"process {holder.pid} (") and "socket.create_server" in said
     assert port_holder(port) == ""
+
+
+def test_a_unix_socket_is_the_same_for_all_who_can_reach_it() -> None:
+    endpoint = parse("ipc://@run-7", 5555)
+    assert (endpoint.path, str(endpoint), bind_address(endpoint, "bus.bind")) == (
+        "@run-7",
+        "ipc://@run-7",
+        "ipc://@run-7",
+    )
+    assert advertised("ipc://@run-7", "lab-3") == local("ipc://@run-7") == "ipc://@run-7"
+    assert reachable("ipc://@run-7.weights", "ipc://@run-7") == "ipc://@run-7.weights"

@@ -222,8 +222,8 @@ def test_nothing_turns_into_something_else(text: str, line: str) -> None:
                                       "1073741824 and a multiple of 64, got 5000; the default is 4194304"),
         ("bus: {heartbeat_s: 1s}", "exp.yaml, bus.heartbeat_s: expected seconds as a number of at least 0.01 and at "
                                    "most 3600, got the text '1s'; write 1"),
-        ("bus: {bind: localhost}", "exp.yaml, bus.bind: expected an address such as tcp://127.0.0.1:*, "
-                                   "got the text 'localhost'; the default is \"tcp://127.0.0.1:*\""),
+        ("bus: {bind: localhost}", "exp.yaml, bus.bind: expected an address such as tcp://127.0.0.1:* or, on one "
+                                   "machine, ipc://@name, got the text 'localhost'; the default is \"tcp://127.0.0.1:*\""),
         ("cluster: {hosts: 5}", "exp.yaml, cluster.hosts: expected a list, got 5; the default is []"),
         ("cluster: {hosts: [a, b]}", "exp.yaml, cluster.hosts: expected an empty list, got a list of 2; "
                                      "start workers on other machines with `gradbus worker`"),
