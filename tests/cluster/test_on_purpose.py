@@ -5,12 +5,12 @@ import pytest
 pytestmark = pytest.mark.cluster
 
 FAULTS = (
+    "worker 1: 2 times slower at version 1",
+    "delay gradient 2 from worker 1 by 0.2 s",
+    "drop weights 3 to worker 1",
     "worker 0: SIGKILL at version 5",
     "ps: SIGKILL at version 12",
     "worker 1: SIGSTOP for 1 s at version 20",
-    "worker 1: 2 times slower at version 25",
-    "drop weights 24 to worker 1",
-    "delay gradient 26 from worker 1 by 0.2 s",
     "ps: clock jumps 600 s at version 30",
     "NaN in shard 1 at version 33",
 )
@@ -21,7 +21,8 @@ def test_what_befalls_a_run_on_purpose_is_told_happens_once_and_changes_no_bit(p
     place.add("paced.py")
     written = "[" + ", ".join(f'"{fault}"' for fault in FAULTS[:-1]) + "]"
     experiment = ("workload=paced.py:Paced", "train.steps=40", "eval.enabled=false", "checkpoint.every=5")
-    run = place.run("cluster", *experiment, f"faults={written}", PACE_S=0.02)
+    both_in_each_step = ("cluster.min_workers=2", "cluster.balance=false")
+    run = place.run("cluster", *experiment, *both_in_each_step, f"faults={written}", PACE_S=0.02)
     assert run.popen.returncode == 0, run.output
     for fault in FAULTS[:-1]:
         assert run.output.count(f"on purpose: {fault}") == 1, run.output
