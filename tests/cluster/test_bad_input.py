@@ -68,7 +68,11 @@ def told(place, evidence):
         ),
         ("cluster.min_workers=3", "cluster.min_workers: expected at most cluster.workers (2), got 3"),
         ("bus.heartbeat_timeout_s=2", "bus.heartbeat_timeout_s: expected at least 3 times bus.heartbeat_s (1)"),
-        ("bus.bind=localhost", "bus.bind: expected an address such as tcp://127.0.0.1:*, got the text 'localhost'"),
+        (
+            "bus.bind=localhost",
+            "bus.bind: expected an address such as tcp://127.0.0.1:* or, on one machine, "
+            "ipc://@name, got the text 'localhost'",
+        ),
         ("malformed.yaml", "malformed.yaml, line 3, column 5: not valid YAML: while parsing a flow sequence"),
         ("twice.yaml", "twice.yaml, line 3: expected each key once, got train.steps again (line 2); remove one"),
         ("binary.yaml", "binary.yaml, byte 0: expected UTF-8 text, got something else"),
