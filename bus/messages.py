@@ -177,7 +177,8 @@ class Contribution(Message, frozen=True):
 
     ``sums`` holds, by name, the sum over examples of the loss and each metric. ``left_out`` are shards whose gradient
     was not finite: they count no examples and are zero in the payload; ``trouble`` says what was found, in words.
-    ``waited_s`` is how long the worker had waited for this version, ``computed_s`` how long it computed.
+    ``waited_s`` is for how long the worker had nothing to compute before this version, ``computed_s`` how long it
+    computed.
     """
 
     kind = b"gradient"

@@ -232,9 +232,7 @@ def _made(story: Story, row: Row) -> str:
         of_it = f", of it applying the update {apply_s:.4f} s" if isinstance(apply_s, int | float) else ""
         sentences.append(f"The step took {seconds:.4f} s{of_it}.")
         if isinstance(bus_s, int | float):
-            sentences.append(
-                f"From the end of the last computation before it to the first of its own passed {bus_s:.4f} s."
-            )
+            sentences.append(f"Before it the workers had nothing to compute for {bus_s:.4f} s: bus and update.")
     return _wrap(" ".join(sentences))
 
 

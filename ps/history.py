@@ -19,8 +19,9 @@ Norms = Callable[[], tuple[float, float]]
 class StepRecord:
     """One step, as the ledger keeps it.
 
-    ``shards`` are (low, high, member). ``bus_seconds``: from the last gradient being ready to the next compute having
-    started, as the workers measured it; None where nobody could. ``update_norm``: how far the weights moved.
+    ``shards`` are (low, high, member). ``bus_seconds``: for how long the computing threads had nothing to do between
+    the last gradient and this step, the least of all workers; None where nobody could tell. ``update_norm``: how far
+    the trainable weights moved.
     """
 
     version: int

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from gradbus.records import RunFolder, read_rows
-from gradbus.settings import Settings, load
+from gradbus.settings import Settings, SettingsError, load
+from gradbus.workloads.base import DataError
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 QUIET = ["eval.enabled=false", "checkpoint.every=0", "train.steps=1000000"]
@@ -37,7 +38,11 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args()
     if options.alone:
-        print(alone(load(_config(options.alone), options.overrides), options.seconds), flush=True)
+        try:
+            print(alone(load(_config(options.alone), options.overrides), options.seconds), flush=True)
+        except (SettingsError, DataError) as error:
+            print(error, file=sys.stderr)
+            return 2
         return 0
     every = {}
     for name in options.experiments.split(","):
@@ -62,7 +67,10 @@ def trial(name: str, options: argparse.Namespace) -> dict[str, float]:
     command = [sys.executable, __file__, "--alone", name, "--seconds", str(options.seconds), *options.overrides]
     environment = {**os.environ, "NPROC": "1", "JAX_PLATFORMS": "cpu", "OPENBLAS_NUM_THREADS": "1"}
     both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    unconnected = sum(float(process.communicate(timeout=600)[0]) for process in both)
+    spoken = [process.communicate(timeout=600)[0] for process in both]
+    if any(process.returncode for process in both):
+        raise SystemExit(f"{name} cannot be measured")  # it has said why
+    unconnected = sum(map(float, spoken))
     one, two = (cluster(name, workers, options) for workers in (1, 2))
     return {
         "unconnected": unconnected, "one": one["examples_per_second"], "two": two["examples_per_second"],

@@ -34,7 +34,7 @@ class ShardSum:
 @dataclass(frozen=True, slots=True)
 class Result:
     total: ShardSum
-    waited_s: float  # for this version since the last result before it; infinite where there was none
+    waited_s: float  # for this version with nothing to do, since the last result; infinite where there was none
     computed_s: float
 
 
@@ -74,6 +74,7 @@ class Calculator:
         self._gradients, self._clock = gradients, clock
         self._loaded = (-1, -1)  # session, version
         self._done_at: float | None = None
+        self._prefetching_s = 0.0  # since then
 
     def compute(
         self,
@@ -89,15 +90,17 @@ class Calculator:
         waited_s = math.inf
         if self._loaded != (session, version):
             if self._done_at is not None and self._loaded == (session, version - 1):
-                waited_s = started - self._done_at
+                waited_s = started - self._done_at - self._prefetching_s
             self._gradients.load(buffer)
             self._loaded = (session, version)
         total = self._sum(version, node, wanted, into)
-        self._done_at = self._clock()
+        self._done_at, self._prefetching_s = self._clock(), 0.0
         return Result(total, waited_s, self._done_at - started)
 
     def prefetch(self, version: int, nodes: tuple[Node, ...]) -> None:
+        began = self._clock()
         self._gradients.prefetch(version, [shard for low, high in nodes for shard in range(low, high)])
+        self._prefetching_s += self._clock() - began
 
     def _sum(self, version: int, node: Node, wanted: Callable[[], bool], into: Bytes | None) -> ShardSum:
         if not wanted():
