@@ -146,14 +146,10 @@ def service(
     if again and any(run.checkpoints.glob("version_*")):
         resume = run.checkpoints
     restored = _restore(whole, settings, resume, reporter)
-    updater = in_stretches(whole)
-    del whole
-    gc.collect()  # its arrays, which are twice there
-    log.info("updates are made %s", updater.how)
 
     bucket_bytes = settings.bus.bucket_bytes
-    gradient = gradient_layout(updater.leaves, bucket_bytes)
-    weights = weights_layout(updater.leaves, bucket_bytes)
+    gradient = gradient_layout(whole.leaves, bucket_bytes)
+    weights = weights_layout(whole.leaves, bucket_bytes)
     largest = max(bucket.size_bytes for bucket in (*gradient.buckets, *weights.buckets))
     sockets = ServerSockets(
         settings.bus,
@@ -187,9 +183,8 @@ def service(
         bound=[sockets.control, sockets.gradients, sockets.weights],
         session=f"{session:016x}",
         addresses={"control": sockets.control, "gradients": sockets.gradients, "weights": local(sockets.weights)},
-        parameters=sum(leaf.size for leaf in updater.leaves if leaf.kind != "state"),
+        parameters=sum(leaf.size for leaf in whole.leaves if leaf.kind != "state"),
         buckets=len(gradient.buckets),
-        updates=updater.how,
         dataset={"samples": samples, "sha256": data_sha256},
         experiment_sha256=settings_module.experiment_hash(settings),
     )
@@ -199,7 +194,13 @@ def service(
         local=local(sockets.control),
         session=f"{session:016x}",
     )
-    updater.compile()  # after the address is known, so that workers prepare themselves meanwhile
+    # After the address is known, so that workers prepare themselves meanwhile.
+    updater = in_stretches(whole)
+    del whole
+    gc.collect()  # its arrays, which are twice there
+    updater.compile()
+    log.info("updates are made %s", updater.how)
+    run.update_manifest(updates=updater.how)
     recorder = RunRecorder(
         run,
         reporter,

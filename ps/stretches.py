@@ -69,7 +69,7 @@ def in_stretches(updater: Updater) -> "StretchUpdater | Updater":
     """A StretchUpdater that goes on where ``updater`` is, if it can and has the same bits; ``how`` says which it is."""
     try:
         made = StretchUpdater(updater)
-        _try_bits(updater)
+        _try_bits(updater, made)
     except NotElementwise as obstacle:
         updater.how = f"of the whole tree at once: {obstacle}"
         return updater
@@ -256,12 +256,14 @@ class _Made:
     of_update: list[float] = field(default_factory=list)
 
 
-def _try_bits(whole: Updater) -> None:
-    """Raises NotElementwise if made-up updates have other bits in stretches than ``whole`` would have."""
+def _try_bits(whole: Updater, made: StretchUpdater) -> None:
+    """Raises NotElementwise if made-up updates have other bits in stretches than ``whole`` would have. ``made`` is what
+    is to take its place."""
     trained = [leaf for leaf in whole.leaves if leaf.kind == "trainable"]
     if sum(leaf.size for leaf in trained) > TRIED_ELEMENTS:
         return
     trial = StretchUpdater(whole)
+    trial._step = made._step  # compiled once for both: a PS that starts again is waited for
     layout, weights = gradient_layout(whole.leaves, ANY_BUCKET_BYTES), weights_layout(whole.leaves, ANY_BUCKET_BYTES)
     made_up = zeros(layout.size_bytes)
     for view, leaf in zip(layout.views(made_up), layout.leaves, strict=True):
